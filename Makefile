@@ -1,0 +1,87 @@
+# Makefile: the ways to use this tree. `make demo` trains something, `make test` is what CI runs.
+#
+# PYTHON=... picks the interpreter (3.11 to 3.13) of .venv, JOBS=... how many compilers run at one time.
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+BIN := .venv/bin
+STAMPS := build/stamps
+NATIVE := $(shell find native -type f)
+NATIVE_TESTS := $(shell find tests/native -type f 2>/dev/null)
+CXX_FILES := $(filter %.h %.cc,$(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks -name '*.cc'))
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+# scikit-build-core starts CMake by itself; this reaches it.
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+.PHONY: help demo test lint format bench wheel clean native-tests python-tests clang-tidy
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo    train on the digits data set with one server and two workers, on this machine'
+	@echo 'make test    lint, native tests (plain and under both sanitizers), Python tests'
+	@echo 'make lint    formatting, types, likely mistakes     make format  let the formatters write'
+	@echo 'make bench   against the collectives that JAX has   make wheel   dist/*.whl'
+	@echo 'make clean   remove .venv and everything built'
+
+demo: $(STAMPS)/demo
+	$(BIN)/jaxrdma launch --servers 1 --workers 2 examples/digits.py
+
+test: $(STAMPS)/dev
+	@.ci/system-packages $(PYTHON) test
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory native-tests
+	@$(MAKE) --no-print-directory python-tests
+
+python-tests: $(STAMPS)/dev
+	$(BIN)/pytest
+
+native-tests: native-test-release native-test-asan native-test-tsan
+
+native-test-%: $(STAMPS)/dev
+	@echo 'native tests: $*'
+	@cd native && ../$(BIN)/cmake --preset $* --log-level=WARNING >/dev/null
+	@cd native && ../$(BIN)/cmake --build --preset $* --parallel $(JOBS) >../build/native/$*.log \
+	    || { cat ../build/native/$*.log; exit 1; }
+	@cd native && ../$(BIN)/ctest --preset $* --no-tests=error
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check --quiet --output-format concise .
+	$(BIN)/ruff format --quiet --check --output-format concise .
+	$(BIN)/basedpyright --level error
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+# Slow, so not part of lint. Needs the list of compiler commands that the native tests leave behind.
+clang-tidy: native-test-release
+	$(BIN)/clang-tidy --quiet -p build/native/release $(filter native/base/%.cc native/fabric/%.cc native/engine/%.cc,$(CXX_FILES))
+
+format: $(STAMPS)/dev
+	$(BIN)/ruff check --quiet --fix-only .
+	$(BIN)/ruff format --quiet .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+bench: $(STAMPS)/dev
+	$(BIN)/python benchmarks/against_gloo.py
+
+wheel: $(STAMPS)/dev
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf .venv build dist
+
+# The environment. `demo` needs less than `dev`; both install the package itself so that its Python files are used
+# where they are, and only a change of the native part or of pyproject.toml builds again.
+$(STAMPS)/venv:
+	@.ci/system-packages $(PYTHON) build
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "needs Python 3.11 or newer; take another by PYTHON=..."'
+	$(PYTHON) -m venv .venv
+	@mkdir -p $(STAMPS) build/native
+	@touch $@
+
+$(STAMPS)/demo: $(STAMPS)/venv pyproject.toml $(NATIVE)
+	$(PIP) install --editable '.[examples]'
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/venv pyproject.toml $(NATIVE)
+	$(PIP) install --editable '.[examples,dev]'
+	@touch $@ $(STAMPS)/demo
