@@ -1,0 +1,128 @@
+/* engine/aggregate.cc: see aggregate.h. */
+#include "engine/aggregate.h"
+
+#include <algorithm>
+
+namespace jaxrdma {
+namespace {
+
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+void Piece::begin(int64_t step) {
+  version = step;
+  arrived = 0;
+  summed = 0;
+  contributed.assign(contributed.size(), false);
+}
+
+void Piece::take(bool ordered) {
+  if (!ordered) {
+    reducing.swap(waiting);
+    return;
+  }
+  while (true) {
+    const uint32_t next = summed + static_cast<uint32_t>(reducing.size());
+    const auto found = std::find_if(waiting.begin(), waiting.end(),
+                                    [&](const Contribution& each) { return each.worker == next; });
+    if (found == waiting.end()) return;
+    reducing.push_back(std::move(*found));
+    waiting.erase(found);
+  }
+}
+
+Reduction Piece::reduction(uint32_t workers) {
+  sources.clear();
+  for (const Contribution& each : reducing) {
+    sources.push_back({each.landing->payload(each.slot), each.dtype});
+  }
+  Reduction task;
+  task.elements = elements;
+  task.accumulator_dtype = accumulator_dtype(dtype);
+  task.accumulator = accumulator;
+  task.first = summed == 0;
+  task.sources = sources;
+  if (summed + reducing.size() == workers) {
+    task.divisor = workers;
+    if (!flow->update() && result != accumulator) {
+      task.output = result;
+      task.output_dtype = dtype;
+    }
+  }
+  return task;
+}
+
+fabric::Slice Aggregate::result_slice(const Piece& piece) const {
+  const bool own = update() || piece.dtype != accumulator_dtype(piece.dtype);
+  return (own ? results : accumulators).slice(piece.result, piece.bytes());
+}
+
+Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t server, uint32_t workers) {
+  auto flow = std::make_unique<Aggregate>();
+  flow->spec = std::move(spec);
+  const size_t leaves = flow->spec.leaves.size();
+  flow->elements_of_leaf.resize(leaves);
+  flow->accumulator_of_leaf.resize(leaves);
+  flow->result_of_leaf.resize(leaves);
+  flow->summed_of_worker.resize(workers);
+  for (const Partition& partition : flow->spec.partitions) {
+    if (partition.server == server) flow->elements_of_leaf[partition.leaf] += partition.elements;
+  }
+
+  // With one replica the mean is the contribution: it is sent from the slot where it landed.
+  const bool pass_through = !flow->update() && workers == 1;
+  size_t accumulator_bytes = 0;
+  size_t result_bytes = 0;
+  std::vector<size_t> accumulator_offset(leaves);
+  std::vector<size_t> result_offset(leaves);
+  std::vector<bool> own_result(leaves);
+  for (size_t leaf = 0; leaf < leaves; ++leaf) {
+    const DType dtype = flow->spec.leaves[leaf].dtype;
+    const uint64_t elements = flow->elements_of_leaf[leaf];
+    if (pass_through) continue;
+    accumulator_offset[leaf] = accumulator_bytes;
+    accumulator_bytes += aligned(elements * dtype_bytes(accumulator_dtype(dtype)));
+    own_result[leaf] = flow->update() || dtype != accumulator_dtype(dtype);
+    if (!own_result[leaf]) continue;
+    result_offset[leaf] = result_bytes;
+    result_bytes += aligned(elements * dtype_bytes(dtype));
+  }
+  const std::string who = " of flow " + std::to_string(flow->spec.id);
+  auto accumulators = Pages::allocate(accumulator_bytes, "the sums" + who);
+  if (!accumulators.ok()) return accumulators.status();
+  auto results = Pages::allocate(result_bytes, (flow->update() ? "the parameters" : "the means") + who);
+  if (!results.ok()) return results.status();
+  flow->accumulators.pages = std::move(accumulators.value());
+  flow->results.pages = std::move(results.value());
+  for (size_t leaf = 0; leaf < leaves && !pass_through; ++leaf) {
+    if (flow->elements_of_leaf[leaf] == 0) continue;
+    flow->accumulator_of_leaf[leaf] = flow->accumulators.pages.data() + accumulator_offset[leaf];
+    flow->result_of_leaf[leaf] = own_result[leaf] ? flow->results.pages.data() + result_offset[leaf]
+                                                  : flow->accumulator_of_leaf[leaf];
+  }
+
+  flow->piece_of.assign(flow->spec.partitions.size(), -1);
+  std::vector<uint64_t> begin(leaves);
+  for (size_t i = 0; i < flow->spec.partitions.size(); ++i) {
+    const Partition& partition = flow->spec.partitions[i];
+    if (partition.server != server) continue;
+    flow->piece_of[i] = static_cast<int32_t>(flow->pieces.size());
+    Piece& piece = flow->pieces.emplace_back();
+    piece.flow = flow.get();
+    piece.partition = static_cast<uint32_t>(i);
+    piece.dtype = flow->spec.leaves[partition.leaf].dtype;
+    piece.elements = partition.elements;
+    piece.contributed.assign(workers, false);
+    if (!pass_through) {
+      const size_t width = dtype_bytes(accumulator_dtype(piece.dtype));
+      piece.accumulator = flow->accumulator_of_leaf[partition.leaf] + begin[partition.leaf] * width;
+      piece.result =
+          flow->result_of_leaf[partition.leaf] + begin[partition.leaf] * dtype_bytes(piece.dtype);
+    }
+    begin[partition.leaf] += partition.elements;
+  }
+  return flow;
+}
+
+}  // namespace jaxrdma

@@ -1,0 +1,49 @@
+/* engine/flow.h: a flow is one set of leaves that is pushed and pulled together: one model of one session. */
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/status.h"
+
+namespace jaxrdma {
+
+/// Element types that can be summed. 16-bit types are summed in fp32, the others in their own precision.
+enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3 };
+size_t dtype_bytes(DType dtype);
+const char* dtype_name(DType dtype);
+/// The type in which `dtype` is summed: fp64 for fp64, else fp32.
+DType accumulator_dtype(DType dtype);
+
+/// What servers do with a whole set of contributions.
+enum class FlowMode : uint8_t {
+  kAverage = 0,  ///< the mean itself goes back; servers hold no parameters
+  kUpdate = 1,   ///< the mean goes into the update; the new parameters go back
+};
+
+struct Leaf {
+  DType dtype;        ///< of the parameter, and of what comes back
+  uint64_t elements;
+};
+
+/// A piece of one leaf, held by one server.
+struct Partition {
+  uint32_t leaf;
+  uint32_t server;
+  uint64_t begin;     ///< first element within the leaf
+  uint64_t elements;  ///< more than 0
+};
+
+/// The native half of a plan: computed in Python alike on every process (jaxrdma/plan.py), checked here once.
+struct FlowSpec {
+  uint16_t id = 0;
+  FlowMode mode = FlowMode::kUpdate;
+  std::vector<Leaf> leaves;
+  std::vector<Partition> partitions;  ///< in the order in which they are pushed
+};
+
+/// Refuses a spec whose partitions leave their leaf, overlap, miss a piece, are empty, name no server below `servers`,
+/// or do not fit a landing slot of `slot_payload_bytes` in their widest gradient type.
+Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_bytes);
+
+}  // namespace jaxrdma

@@ -1,0 +1,1037 @@
+/* engine/server.cc: see server.h. What is remembered of a flow stands in aggregate.h, the arithmetic in reduce.h. */
+#include "engine/server.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <sstream>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "engine/aggregate.h"
+#include "engine/landing.h"
+#include "engine/reduce.h"
+#include "engine/wire.h"
+
+namespace jaxrdma {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using fabric::EndpointId;
+using fabric::RequestId;
+
+/// Below this a partition is summed where it is noticed: handing it to another thread would take longer.
+constexpr size_t kInlineReductionBytes = 64 << 10;
+constexpr uint32_t kMaxWorkers = 1024;
+constexpr uint16_t kEveryPeer = 0xffff;  ///< in a Record that is about no one worker
+/// The control plane's word that a worker left may overtake its last pushes: they are awaited until its connection ends,
+/// or so long.
+constexpr auto kLeaveGrace = std::chrono::milliseconds(1000);
+
+template <typename... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
+bool equal_in_constant_time(const std::vector<std::byte>& a, const std::vector<std::byte>& b) {
+  if (a.size() != b.size()) return false;
+  volatile uint8_t difference = 0;
+  for (size_t i = 0; i < a.size(); ++i) difference = difference | std::to_integer<uint8_t>(a[i] ^ b[i]);
+  return difference == 0;
+}
+
+/// The progress lock. The progress thread, which takes it again at once after every turn, lets the others go first.
+class ProgressLock {
+ public:
+  void lock() {
+    waiting_.fetch_add(1, std::memory_order_relaxed);
+    mutex_.lock();
+    waiting_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  void lock_last() {
+    while (waiting_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
+    mutex_.lock();
+  }
+  void unlock() { mutex_.unlock(); }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<int> waiting_{0};
+};
+
+/// A write that waits for a credit of the fabric.
+struct Outgoing {
+  fabric::Slice source;  ///< no bytes: the immediate alone
+  fabric::RemoteSlice target;
+  fabric::Immediate immediate;
+  RequestId request;
+};
+
+/// A write of data between its posting and its kWriteDone. Index + 1 is its RequestId.
+struct Write {
+  EndpointId endpoint = 0;
+  Piece* piece = nullptr;            ///< the source is its result
+  std::shared_ptr<Landing> landing;  ///< the source is this slot
+  uint32_t slot = 0;
+};
+
+struct Connection {
+  EndpointId id = 0;
+  uint32_t worker = 0;
+  uint64_t incarnation = 0;
+  std::string address;
+  std::shared_ptr<Landing> landing;
+  std::deque<Outgoing> outgoing;
+  bool closing = false;   ///< nothing from it counts any more
+  bool explained = false; ///< that it ends is known, or was told already
+};
+
+/// What is known of a worker beside its connection.
+struct Member {
+  bool admitted = false;
+  uint64_t incarnation = 0;
+  std::vector<std::byte> token;
+  std::shared_ptr<Landing> landing;  ///< for its next connection, or of the present one
+  Connection* connection = nullptr;
+  bool left = false;
+  bool departed = false;  ///< left, and nothing more will come
+  Clock::time_point departs;
+};
+
+class Engine final : public ServerEngine {
+ public:
+  Engine(ServerOptions options, std::unique_ptr<fabric::Fabric> fabric)
+      : options_(std::move(options)),
+        recorder_(options_.recorder_capacity),
+        fabric_(std::move(fabric)),
+        transport_(fabric_->name()),
+        members_(options_.workers),
+        dropped_(options_.workers) {}
+  ~Engine() override { close(); }
+
+  Status start();
+
+  const std::string& address() const override { return address_; }
+  Status admit(uint32_t worker, uint64_t incarnation, std::vector<std::byte> token) override;
+  Status add_flow(FlowSpec spec) override;
+  ServerEvent wait_event(int timeout_ms) override;
+  void wake() override;
+  Result<LeafShard> gradient(uint16_t flow, uint32_t leaf) override;
+  Result<LeafShard> parameters(uint16_t flow, uint32_t leaf) override;
+  Status publish(uint16_t flow, int64_t step) override;
+  void mark_left(uint32_t worker) override;
+  ServerStats stats() const override;
+  std::vector<Record> records() const override { return recorder_.snapshot(); }
+  const char* transport() const override { return transport_; }
+  void close() override;
+
+ private:
+  // Everything below but the threads' functions and the events needs the progress lock.
+
+  void progress();
+  void reduce_queued();
+  void handle(const fabric::Event& event);
+  Result<std::vector<std::byte>> gate(const fabric::Hello& hello);
+  Status compare(const fabric::Hello& hello) const;
+  void connected(const fabric::Event& event);
+  void disconnected(const fabric::Event& event);
+  void received(Connection& from, const fabric::Event& event);
+  /// Empty, or which field is wrong and how.
+  std::string check(const Connection& from, const wire::Header& header, uint64_t payload_bytes) const;
+  void violation(Connection& from, const std::string& what);
+  void end(Connection& connection, Status why, bool flush);
+
+  void push(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
+  void pull(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
+  void init(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
+  void refuse(Connection& from, const wire::Header& header, uint32_t slot, wire::Answer why);
+
+  void advance(Piece& piece);
+  void finish(Piece& piece);
+  void complete(Piece& piece);
+  void ready(Aggregate& flow);
+  void send_replies(Piece& piece);
+  void send_slot(Piece& piece);
+
+  void free_slot(const std::shared_ptr<Landing>& landing, uint32_t slot, EndpointId endpoint);
+  void say(EndpointId endpoint, wire::Answer what, uint32_t tag);
+  void post(EndpointId endpoint, Outgoing outgoing);
+  void drain(Connection& connection);
+  RequestId begin_write(Write write);
+  void end_write(RequestId request);
+  /// Ends the writes that will never have a kWriteDone. Not done where they are lost: that is amid sending others.
+  void settle();
+
+  void depart(uint32_t worker);
+  /// How long until someone departs, at most; -1: nobody is about to.
+  int depart_due();
+  void check_stranded(const Piece& piece);
+  void tell(ServerEvent event);
+
+  Connection* find(EndpointId id);
+  Aggregate* find_flow(uint16_t id) const {
+    return id < flows_.size() ? flows_[id].get() : nullptr;
+  }
+  Result<LeafShard> shard(uint16_t flow, uint32_t leaf, bool gradient);
+  Status is_closed() const {
+    return Status(Code::kCancelled, text("server ", options_.server, " is closed"));
+  }
+
+  const ServerOptions options_;
+  Recorder recorder_;
+  // Memory outlives the fabric: members are destroyed from the last to the first.
+  std::vector<std::unique_ptr<Aggregate>> flows_;  ///< by id
+  std::unique_ptr<fabric::Fabric> fabric_;
+  const char* transport_;
+  std::string address_;
+
+  mutable ProgressLock progress_lock_;
+  std::vector<Member> members_;
+  std::unordered_map<EndpointId, Connection> connections_;
+  std::vector<Write> writes_;
+  std::vector<RequestId> free_writes_;
+  std::vector<RequestId> lost_writes_;
+  std::vector<uint32_t> departed_;
+  bool leaving_ = false;  ///< somebody is about to depart
+  bool closed_ = false;
+  uint64_t bytes_pushed_ = 0;
+  uint64_t bytes_pulled_ = 0;
+  uint64_t duplicates_ = 0;
+  uint64_t refused_ = 0;
+  std::vector<uint64_t> dropped_;
+
+  std::mutex event_lock_;
+  std::condition_variable event_added_;
+  std::deque<ServerEvent> events_;
+  bool woken_ = false;
+  bool events_closed_ = false;
+
+  std::mutex reduce_lock_;  ///< taken inside the progress lock
+  std::condition_variable reduce_added_;
+  std::deque<Piece*> reduce_queue_;
+  bool reduce_stop_ = false;
+
+  std::mutex close_lock_;
+  std::atomic<bool> stop_{false};
+  std::vector<std::thread> reduce_threads_;
+  std::thread progress_thread_;
+};
+
+// --- Life.
+
+Status Engine::start() {
+  auto address =
+      fabric_->listen(options_.listen, [this](const fabric::Hello& hello) { return gate(hello); });
+  if (!address.ok()) return address.status();
+  address_ = address.value();
+  for (uint32_t i = 0; i < options_.reduce_threads; ++i) {
+    reduce_threads_.emplace_back([this] { reduce_queued(); });
+    pthread_setname_np(reduce_threads_.back().native_handle(), text("jaxrdma-sum-", i).c_str());
+  }
+  progress_thread_ = std::thread([this] { progress(); });
+  pthread_setname_np(progress_thread_.native_handle(), "jaxrdma-prog");
+  return Status();
+}
+
+void Engine::progress() {
+  std::vector<fabric::Event> events;
+  const auto spin = std::chrono::microseconds(options_.spin_us);
+  Clock::time_point idle_since = Clock::now();
+  while (!stop_.load(std::memory_order_acquire)) {
+    progress_lock_.lock_last();
+    events.clear();
+    const bool moved = fabric_->poll(events);
+    for (const fabric::Event& event : events) handle(event);
+    const int wait_ms = leaving_ ? depart_due() : -1;
+    settle();
+    progress_lock_.unlock();
+    if (moved || !events.empty()) {
+      idle_since = Clock::now();
+    } else if (Clock::now() - idle_since < spin) {
+      std::this_thread::yield();
+    } else {
+      fabric_->wait(wait_ms);
+      idle_since = Clock::now();
+    }
+  }
+}
+
+void Engine::reduce_queued() {
+  std::unique_lock guard(reduce_lock_);
+  while (true) {
+    reduce_added_.wait(guard, [this] { return reduce_stop_ || !reduce_queue_.empty(); });
+    if (reduce_stop_) return;
+    Piece& piece = *reduce_queue_.front();
+    reduce_queue_.pop_front();
+    guard.unlock();
+    reduce(piece.reduction(options_.workers));
+    {
+      std::lock_guard progress(progress_lock_);
+      finish(piece);
+      settle();
+    }
+    guard.lock();
+  }
+}
+
+void Engine::close() {
+  std::lock_guard guard(close_lock_);
+  if (stop_.load()) return;
+  stop_.store(true, std::memory_order_release);
+  fabric_->wake();
+  if (progress_thread_.joinable()) progress_thread_.join();
+  {
+    std::lock_guard reducing(reduce_lock_);
+    reduce_stop_ = true;
+  }
+  reduce_added_.notify_all();
+  for (std::thread& thread : reduce_threads_) thread.join();
+
+  std::unique_lock progress(progress_lock_);
+  closed_ = true;
+  for (auto& [id, connection] : connections_) {
+    connection.explained = true;
+    end(connection, is_closed(), /*flush=*/true);
+  }
+  // The fabric ends every connection within its close timeout; the margin is for a busy machine.
+  const auto deadline =
+      Clock::now() + std::chrono::milliseconds(fabric::Options().close_timeout_ms) + std::chrono::seconds(1);
+  std::vector<fabric::Event> events;
+  while (!connections_.empty() && Clock::now() < deadline) {
+    events.clear();
+    if (!fabric_->poll(events)) fabric_->wait(100);
+    for (const fabric::Event& event : events) {
+      if (event.kind == fabric::Event::Kind::kDisconnected) connections_.erase(event.endpoint);
+      if (event.kind == fabric::Event::Kind::kConnected) {
+        fabric_->endpoint(event.endpoint)->close(is_closed(), false);
+      }
+    }
+  }
+  connections_.clear();
+  for (auto& flow : flows_) {
+    if (flow == nullptr) continue;
+    for (Piece& piece : flow->pieces) {
+      piece.waiting.clear();
+      piece.reducing.clear();
+    }
+    flow->accumulators.withdraw();
+    flow->results.withdraw();
+  }
+  writes_.clear();
+  members_.clear();
+  fabric_.reset();
+  progress.unlock();
+  {
+    std::lock_guard events_guard(event_lock_);
+    events_closed_ = true;
+  }
+  event_added_.notify_all();
+}
+
+// --- Events for Python.
+
+void Engine::tell(ServerEvent event) {
+  {
+    std::lock_guard guard(event_lock_);
+    events_.push_back(std::move(event));
+  }
+  event_added_.notify_one();
+}
+
+ServerEvent Engine::wait_event(int timeout_ms) {
+  std::unique_lock guard(event_lock_);
+  const auto something = [this] { return !events_.empty() || woken_ || events_closed_; };
+  if (timeout_ms < 0) {
+    event_added_.wait(guard, something);
+  } else {
+    event_added_.wait_for(guard, std::chrono::milliseconds(timeout_ms), something);
+  }
+  ServerEvent event;
+  if (!events_.empty()) {
+    event = std::move(events_.front());
+    events_.pop_front();
+  } else if (woken_) {
+    woken_ = false;
+    event.kind = ServerEvent::Kind::kWoken;
+  } else if (events_closed_) {
+    event.kind = ServerEvent::Kind::kClosed;
+  }
+  return event;
+}
+
+void Engine::wake() {
+  {
+    std::lock_guard guard(event_lock_);
+    woken_ = true;
+  }
+  event_added_.notify_one();
+}
+
+// --- Who may connect.
+
+Status Engine::admit(uint32_t worker, uint64_t incarnation, std::vector<std::byte> token) {
+  if (worker >= options_.workers) {
+    return Status(Code::kInvalidArgument, text("worker ", worker, " cannot be admitted: the job has ",
+                                               options_.workers, " workers"));
+  }
+  if (token.size() != fabric::Hello::kTokenBytes) {
+    return Status(Code::kInvalidArgument, text("the token of worker ", worker, " has ", token.size(),
+                                               " bytes instead of ", fabric::Hello::kTokenBytes));
+  }
+  // Touching so much memory takes milliseconds: not under the lock.
+  auto landing = Landing::create(options_.slots_per_worker, options_.partition_bytes, worker);
+  if (!landing.ok()) return landing.status();
+  std::lock_guard guard(progress_lock_);
+  if (closed_) return is_closed();
+  if (Status status = landing.value()->slab.enrol(*fabric_, fabric::Access::kRemoteWrite); !status.ok()) {
+    return status;
+  }
+  Member& member = members_[worker];
+  if (member.connection == nullptr || member.incarnation != incarnation) {
+    member.landing = std::move(landing.value());
+  } else {
+    landing.value().reset();  // while the lock is held
+  }
+  if (member.connection != nullptr && member.incarnation != incarnation) {
+    member.connection->explained = true;
+    end(*member.connection,
+        Status(Code::kPermissionDenied, text("worker ", worker, " was started anew elsewhere")), false);
+  }
+  member.admitted = true;
+  member.incarnation = incarnation;
+  member.token = std::move(token);
+  member.left = false;
+  member.departed = false;
+  std::erase(departed_, worker);
+  return Status();
+}
+
+Status Engine::compare(const fabric::Hello& hello) const {
+  const auto refuse = [&](const auto&... parts) {
+    return Status(Code::kPermissionDenied, text("server ", options_.server, " (", address_, ") refuses worker ",
+                                                hello.worker, ": ", parts...));
+  };
+  if (hello.protocol_version != wire::kProtocolVersion) {
+    return refuse("it speaks protocol ", hello.protocol_version, ", the server ", wire::kProtocolVersion,
+                  "; install the same jaxrdma everywhere");
+  }
+  if (hello.job != options_.job) return refuse("it belongs to another job; check the addresses");
+  if (hello.worker >= members_.size()) return refuse("the job has ", members_.size(), " workers");
+  const Member& member = members_[hello.worker];
+  // One answer for all that a stranger might probe.
+  if (!equal_in_constant_time(member.token, hello.token) || !member.admitted ||
+      member.incarnation != hello.incarnation) {
+    return refuse("it was not admitted with this incarnation and token; is it a process of an earlier start?");
+  }
+  if (member.left) return refuse("it has left the job");
+  return Status();
+}
+
+Result<std::vector<std::byte>> Engine::gate(const fabric::Hello& hello) {
+  if (Status status = compare(hello); !status.ok()) {
+    ++refused_;
+    return status;
+  }
+  Member& member = members_[hello.worker];
+  if (member.landing == nullptr || member.landing->used) {
+    // The slots of the connection before may still hold contributions, or receive what it had in flight.
+    auto landing = Landing::create(options_.slots_per_worker, options_.partition_bytes, hello.worker);
+    if (!landing.ok()) return landing.status();
+    Status status = landing.value()->slab.enrol(*fabric_, fabric::Access::kRemoteWrite);
+    if (!status.ok()) return status;
+    member.landing = std::move(landing.value());
+  }
+  const wire::LandingGrant grant = member.landing->grant();
+  std::vector<std::byte> payload(sizeof(grant));
+  std::memcpy(payload.data(), &grant, sizeof(grant));
+  return payload;
+}
+
+Connection* Engine::find(EndpointId id) {
+  const auto found = connections_.find(id);
+  return found == connections_.end() ? nullptr : &found->second;
+}
+
+void Engine::connected(const fabric::Event& event) {
+  fabric::Endpoint* endpoint = fabric_->endpoint(event.endpoint);  // null: its end is among these events too
+  Member& member = members_[event.hello->worker];
+  if (member.incarnation != event.hello->incarnation) {
+    if (endpoint != nullptr) {
+      endpoint->close(Status(Code::kPermissionDenied, "started anew meanwhile"), false);
+    }
+    return;
+  }
+  if (member.connection != nullptr) {
+    member.connection->explained = true;
+    end(*member.connection,
+        Status(Code::kUnavailable, text("worker ", event.hello->worker, " connected again")), false);
+  }
+  Connection& connection = connections_[event.endpoint];
+  connection.id = event.endpoint;
+  connection.worker = event.hello->worker;
+  connection.incarnation = event.hello->incarnation;
+  connection.address = endpoint != nullptr ? endpoint->peer_address() : "already gone";
+  connection.landing = member.landing;
+  connection.landing->used = true;
+  member.connection = &connection;
+}
+
+void Engine::disconnected(const fabric::Event& event) {
+  Connection* connection = find(event.endpoint);
+  if (connection == nullptr) return;
+  const uint32_t worker = connection->worker;
+  for (const Outgoing& outgoing : connection->outgoing) {
+    if (outgoing.request != 0) lost_writes_.push_back(outgoing.request);
+  }
+  connection->outgoing.clear();
+  for (size_t i = 0; i < writes_.size(); ++i) {
+    const bool queued = std::find(lost_writes_.begin(), lost_writes_.end(), i + 1) != lost_writes_.end();
+    if (writes_[i].endpoint == event.endpoint && !queued) lost_writes_.push_back(i + 1);
+  }
+  Member& member = members_[worker];
+  const bool present = member.connection == connection;
+  if (present) member.connection = nullptr;
+  if (present && !member.left && !connection->explained) {
+    tell({ServerEvent::Kind::kWorkerLost, 0, 0, worker,
+          text("server ", options_.server, " lost its connection to worker ", worker, " (",
+               connection->address, "): ", event.status.message())});
+  }
+  connections_.erase(event.endpoint);
+  if (present && member.left) depart(worker);
+}
+
+void Engine::end(Connection& connection, Status why, bool flush) {
+  connection.closing = true;
+  if (fabric::Endpoint* endpoint = fabric_->endpoint(connection.id)) endpoint->close(std::move(why), flush);
+}
+
+void Engine::violation(Connection& from, const std::string& what) {
+  const std::string message = text("worker ", from.worker, " (", from.address, ") broke the protocol towards server ",
+                                   options_.server, ": ", what,
+                                   "; it was disconnected; do all processes run the same jaxrdma?");
+  from.explained = true;
+  tell({ServerEvent::Kind::kViolation, 0, 0, from.worker, message});
+  end(from, Status(Code::kProtocol, message), false);
+}
+
+// --- What lands.
+
+void Engine::handle(const fabric::Event& event) {
+  using Kind = fabric::Event::Kind;
+  switch (event.kind) {
+    case Kind::kConnected:
+      connected(event);
+      break;
+    case Kind::kDisconnected:
+      disconnected(event);
+      break;
+    case Kind::kWriteDone:
+      if (event.request != 0) end_write(event.request);
+      break;
+    case Kind::kReceived:
+      if (Connection* from = find(event.endpoint); from != nullptr && !from->closing) received(*from, event);
+      break;
+    case Kind::kCredits:
+      if (Connection* to = find(event.endpoint); to != nullptr) drain(*to);
+      break;
+  }
+}
+
+std::string Engine::check(const Connection& from, const wire::Header& header, uint64_t payload_bytes) const {
+  const auto wrong = [](const char* field, const auto& expected, const auto& got) {
+    return text("header field ", field, ": expected ", expected, ", got ", got);
+  };
+  if (header.magic != wire::kHeaderMagic) return wrong("magic", wire::kHeaderMagic, header.magic);
+  if (header.version != wire::kProtocolVersion) {
+    return wrong("version", wire::kProtocolVersion, header.version);
+  }
+  const int kind = static_cast<int>(header.kind);
+  if (kind < static_cast<int>(wire::Kind::kPush) || kind > static_cast<int>(wire::Kind::kInit)) {
+    return wrong("kind", "1 to 3", kind);
+  }
+  if (header.incarnation != from.incarnation) {
+    return wrong("incarnation", from.incarnation, header.incarnation);
+  }
+  const Aggregate* flow = find_flow(header.flow);
+  if (flow == nullptr) return wrong("flow", "an agreed flow", header.flow);
+  if (header.partition >= flow->spec.partitions.size()) {
+    return wrong("partition", text("less than ", flow->spec.partitions.size()), header.partition);
+  }
+  if (flow->piece_of[header.partition] < 0) {
+    return wrong("partition", text("one of server ", options_.server),
+                 text(header.partition, " of server ", flow->spec.partitions[header.partition].server));
+  }
+  const Piece& piece = flow->pieces[static_cast<size_t>(flow->piece_of[header.partition])];
+  if (header.dtype > static_cast<uint8_t>(DType::kBFloat16)) {
+    return wrong("dtype", "0 to 3", static_cast<int>(header.dtype));
+  }
+  if (header.step < 0) return wrong("step", "0 or more", header.step);
+  if (header.reply_tag > wire::kTagMask) {
+    return wrong("reply_tag", text("at most ", wire::kTagMask), header.reply_tag);
+  }
+  const DType dtype = static_cast<DType>(header.dtype);
+  uint64_t bytes = 0;
+  if (header.kind != wire::Kind::kPull) {
+    const bool any = header.kind == wire::Kind::kPush && flow->update();
+    if (any && accumulator_dtype(dtype) != accumulator_dtype(piece.dtype)) {
+      return wrong("dtype", text("one that is summed in ", dtype_name(accumulator_dtype(piece.dtype))),
+                   dtype_name(dtype));
+    }
+    if (!any && dtype != piece.dtype) return wrong("dtype", dtype_name(piece.dtype), dtype_name(dtype));
+    bytes = piece.elements * dtype_bytes(dtype);
+  }
+  if (header.bytes != bytes) return wrong("bytes", bytes, header.bytes);
+  if (payload_bytes != bytes) return wrong("bytes", text(bytes, " after the header"), payload_bytes);
+  if (header.kind != wire::Kind::kPush && !flow->update()) {
+    return wrong("kind", "a push: this flow averages gradients, servers hold no parameters of it", kind);
+  }
+  if (header.kind != wire::Kind::kInit) return "";
+  if (from.worker != 0) return wrong("kind", "init from worker 0 alone", text("init from worker ", from.worker));
+  if (piece.initialised || piece.published >= 0) {
+    return wrong("kind", "one init per partition", text("another of partition ", header.partition));
+  }
+  if (flow->init_step >= 0 && header.step != flow->init_step) {
+    return wrong("step", text(flow->init_step, " like the init of the other partitions"), header.step);
+  }
+  return "";
+}
+
+void Engine::received(Connection& from, const fabric::Event& event) {
+  if (fabric::Endpoint* endpoint = fabric_->endpoint(from.id)) endpoint->release(1);
+  Landing& landing = *from.landing;
+  const uint32_t slot = event.immediate;
+  if (slot >= landing.slots()) {
+    return violation(from, text("immediate: expected a slot below ", landing.slots(), ", got ", slot));
+  }
+  if (landing.occupied(slot)) {
+    return violation(from, text("immediate: expected a free slot, got ", slot, ", which has not been given back"));
+  }
+  if (event.bytes < sizeof(wire::Header)) {
+    return violation(from, text("write: expected a header of ", sizeof(wire::Header), " bytes, got ", event.bytes,
+                                " bytes"));
+  }
+  // A copy: the peer could go on writing into the slot.
+  wire::Header header;
+  std::memcpy(&header, landing.header(slot), sizeof(header));
+  const std::string wrong = check(from, header, event.bytes - sizeof(header));
+  if (!wrong.empty()) return violation(from, text("slot ", slot, ", ", wrong));
+  landing.occupy(slot);
+  Aggregate& flow = *find_flow(header.flow);
+  Piece& piece = flow.pieces[static_cast<size_t>(flow.piece_of[header.partition])];
+  switch (header.kind) {
+    case wire::Kind::kPush:
+      return push(from, header, slot, piece);
+    case wire::Kind::kPull:
+      return pull(from, header, slot, piece);
+    case wire::Kind::kInit:
+      return init(from, header, slot, piece);
+  }
+}
+
+void Engine::refuse(Connection& from, const wire::Header& header, uint32_t slot, wire::Answer why) {
+  ++dropped_[from.worker];
+  recorder_.add(Stage::kDropped, header.flow, header.step, header.partition, static_cast<uint16_t>(from.worker));
+  say(from.id, why, header.reply_tag);
+  free_slot(from.landing, slot, from.id);
+}
+
+void Engine::push(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
+  Aggregate& flow = *piece.flow;
+  bytes_pushed_ += header.bytes;
+  if (!flow.update() && piece.version < 0) {
+    for (Piece& each : flow.pieces) each.begin(header.step);  // an average begins wherever its workers do
+  }
+  if (header.step < piece.version) return refuse(from, header, slot, wire::Answer::kStale);
+  if (header.step > piece.version) return refuse(from, header, slot, wire::Answer::kAhead);
+
+  const Reply reply{from.worker, from.id, {header.reply_address, header.reply_key}, header.reply_tag, header.step + 1};
+  if (piece.contributed[from.worker]) {
+    ++duplicates_;
+    recorder_.add(Stage::kDropped, header.flow, header.step, header.partition, static_cast<uint16_t>(from.worker));
+    const auto known = std::find_if(piece.replies.begin(), piece.replies.end(), [&](const Reply& each) {
+      return each.worker == from.worker && each.wanted == reply.wanted;
+    });
+    if (known != piece.replies.end()) {
+      *known = reply;
+    } else {
+      piece.replies.push_back(reply);
+    }
+    return free_slot(from.landing, slot, from.id);
+  }
+  recorder_.add(Stage::kLanded, header.flow, header.step, header.partition, static_cast<uint16_t>(from.worker));
+  piece.contributed[from.worker] = true;
+  ++piece.arrived;
+  piece.replies.push_back(reply);
+  piece.waiting.push_back({from.worker, static_cast<DType>(header.dtype), from.landing, slot, from.id});
+  if (!departed_.empty()) check_stranded(piece);
+  advance(piece);
+}
+
+void Engine::pull(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
+  piece.replies.push_back(
+      {from.worker, from.id, {header.reply_address, header.reply_key}, header.reply_tag, header.step});
+  free_slot(from.landing, slot, from.id);
+  send_replies(piece);
+}
+
+void Engine::init(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
+  Aggregate& flow = *piece.flow;
+  bytes_pushed_ += header.bytes;
+  recorder_.add(Stage::kLanded, header.flow, header.step, header.partition, static_cast<uint16_t>(from.worker));
+  std::memcpy(piece.result, from.landing->payload(slot), piece.bytes());
+  piece.initialised = true;
+  flow.init_step = header.step;
+  piece.replies.push_back(
+      {from.worker, from.id, {header.reply_address, header.reply_key}, header.reply_tag, header.step});
+  free_slot(from.landing, slot, from.id);
+  if (++flow.initialised == flow.pieces.size()) {
+    flow.updating = true;
+    tell({ServerEvent::Kind::kInitialised, flow.spec.id, header.step, 0, ""});
+  }
+}
+
+// --- The sum.
+
+void Engine::advance(Piece& piece) {
+  if (piece.busy || piece.waiting.empty()) return;
+  if (!piece.flow->update()) {
+    // The mean of the step before is still being read where this sum would go.
+    if (piece.replies_in_flight > 0) return;
+    if (options_.workers == 1) return send_slot(piece);
+  }
+  piece.take(options_.ordered);
+  if (piece.reducing.empty()) return;
+  piece.busy = true;
+  const Reduction reduction = piece.reduction(options_.workers);
+  if (reduce_threads_.empty() || reduction_bytes(reduction) <= kInlineReductionBytes) {
+    reduce(reduction);
+    return finish(piece);
+  }
+  {
+    std::lock_guard guard(reduce_lock_);
+    reduce_queue_.push_back(&piece);
+  }
+  reduce_added_.notify_one();
+}
+
+void Engine::finish(Piece& piece) {
+  piece.busy = false;
+  piece.summed += static_cast<uint32_t>(piece.reducing.size());
+  for (const Contribution& each : piece.reducing) {
+    recorder_.add(Stage::kConsumed, piece.flow->spec.id, piece.version, piece.partition,
+                  static_cast<uint16_t>(each.worker));
+    free_slot(each.landing, each.slot, each.endpoint);
+  }
+  piece.reducing.clear();
+  if (piece.summed == options_.workers) {
+    complete(piece);
+  } else {
+    advance(piece);
+  }
+}
+
+void Engine::complete(Piece& piece) {
+  Aggregate& flow = *piece.flow;
+  recorder_.add(Stage::kReduced, flow.spec.id, piece.version, piece.partition, kEveryPeer);
+  for (uint64_t& summed : flow.summed_of_worker) ++summed;  // the quorum is all replicas
+  if (flow.update()) {
+    ++flow.complete;
+    return ready(flow);
+  }
+  ++flow.means;
+  piece.begin(piece.version + 1);
+  piece.published = piece.version;
+  recorder_.add(Stage::kPublished, flow.spec.id, piece.published, piece.partition, kEveryPeer);
+  send_replies(piece);
+}
+
+void Engine::ready(Aggregate& flow) {
+  // Python will overwrite the parameters: nothing may be reading them any more.
+  if (!flow.update() || flow.updating || flow.complete < flow.pieces.size() || flow.replies_in_flight > 0) return;
+  flow.updating = true;
+  tell({ServerEvent::Kind::kStepReady, flow.spec.id, flow.pieces.front().version, 0, ""});
+}
+
+void Engine::send_slot(Piece& piece) {
+  Aggregate& flow = *piece.flow;
+  const Contribution from = std::move(piece.waiting.front());
+  const Reply to = piece.replies.front();
+  piece.waiting.clear();
+  piece.replies.clear();
+  recorder_.add(Stage::kReduced, flow.spec.id, piece.version, piece.partition, static_cast<uint16_t>(from.worker));
+  ++flow.means;
+  ++flow.summed_of_worker[from.worker];
+  piece.begin(piece.version + 1);
+  piece.published = piece.version;
+  recorder_.add(Stage::kPublished, flow.spec.id, piece.published, piece.partition, kEveryPeer);
+  bytes_pulled_ += piece.bytes();
+  Write write;
+  write.endpoint = to.endpoint;
+  write.landing = from.landing;
+  write.slot = from.slot;
+  post(to.endpoint, {from.landing->slab.slice(from.landing->payload(from.slot), piece.bytes()), to.target,
+                     wire::answer(wire::Answer::kResult, to.tag), begin_write(std::move(write))});
+}
+
+void Engine::send_replies(Piece& piece) {
+  Aggregate& flow = *piece.flow;
+  if (!flow.readable()) return;
+  const auto due = std::stable_partition(piece.replies.begin(), piece.replies.end(),
+                                         [&](const Reply& each) { return each.wanted > piece.published; });
+  for (auto reply = due; reply != piece.replies.end(); ++reply) {
+    if (Connection* to = find(reply->endpoint); to == nullptr || to->closing) continue;
+    Write write;
+    write.endpoint = reply->endpoint;
+    write.piece = &piece;
+    ++piece.replies_in_flight;
+    ++flow.replies_in_flight;
+    bytes_pulled_ += piece.bytes();
+    post(reply->endpoint, {flow.result_slice(piece), reply->target, wire::answer(wire::Answer::kResult, reply->tag),
+                           begin_write(std::move(write))});
+  }
+  piece.replies.erase(due, piece.replies.end());
+}
+
+// --- What goes out.
+
+void Engine::free_slot(const std::shared_ptr<Landing>& landing, uint32_t slot, EndpointId endpoint) {
+  landing->free(slot);
+  say(endpoint, wire::Answer::kCredit, slot);
+}
+
+void Engine::say(EndpointId endpoint, wire::Answer what, uint32_t tag) {
+  post(endpoint, {{nullptr, nullptr, 0}, {0, 0}, wire::answer(what, tag), 0});
+}
+
+void Engine::post(EndpointId endpoint, Outgoing outgoing) {
+  Connection* to = find(endpoint);
+  if (to == nullptr || to->closing) {
+    if (outgoing.request != 0) lost_writes_.push_back(outgoing.request);
+    return;
+  }
+  to->outgoing.push_back(outgoing);
+  if (to->outgoing.size() == 1) drain(*to);
+}
+
+void Engine::drain(Connection& connection) {
+  fabric::Endpoint* endpoint = fabric_->endpoint(connection.id);
+  while (endpoint != nullptr && !connection.closing && !connection.outgoing.empty() && endpoint->credits() > 0) {
+    const Outgoing outgoing = connection.outgoing.front();
+    connection.outgoing.pop_front();
+    const size_t slices = outgoing.source.bytes > 0 ? 1 : 0;
+    Status status =
+        endpoint->write({&outgoing.source, slices}, outgoing.target, outgoing.immediate, outgoing.request);
+    if (!status.ok()) {
+      if (outgoing.request != 0) lost_writes_.push_back(outgoing.request);
+      end(connection, std::move(status), false);
+    }
+  }
+}
+
+RequestId Engine::begin_write(Write write) {
+  if (free_writes_.empty()) {
+    writes_.emplace_back();
+    free_writes_.push_back(writes_.size());
+  }
+  const RequestId request = free_writes_.back();
+  free_writes_.pop_back();
+  writes_[request - 1] = std::move(write);
+  return request;
+}
+
+void Engine::end_write(RequestId request) {
+  const Write write = std::move(writes_[request - 1]);
+  writes_[request - 1] = Write();
+  free_writes_.push_back(request);
+  if (write.landing != nullptr) free_slot(write.landing, write.slot, write.endpoint);
+  if (write.piece == nullptr) return;
+  Aggregate& flow = *write.piece->flow;
+  --flow.replies_in_flight;
+  if (--write.piece->replies_in_flight == 0) advance(*write.piece);
+  ready(flow);
+}
+
+void Engine::settle() {
+  while (!lost_writes_.empty()) {
+    const RequestId request = lost_writes_.back();
+    lost_writes_.pop_back();
+    end_write(request);
+  }
+}
+
+// --- Flows.
+
+Status Engine::add_flow(FlowSpec spec) {
+  if (Status status = check_flow(spec, options_.servers, options_.partition_bytes); !status.ok()) return status;
+  const uint16_t id = spec.id;
+  auto flow = Aggregate::create(std::move(spec), options_.server, options_.workers);
+  if (!flow.ok()) return flow.status();
+  std::lock_guard guard(progress_lock_);
+  if (closed_) return is_closed();
+  if (find_flow(id) != nullptr) {
+    return Status(Code::kInvalidArgument, text("server ", options_.server, " has a flow ", id, " already"));
+  }
+  for (Slab* slab : {&flow.value()->accumulators, &flow.value()->results}) {
+    if (Status status = slab->enrol(*fabric_, fabric::Access::kLocal); !status.ok()) {
+      flow.value().reset();  // while the lock is held
+      return status;
+    }
+  }
+  if (flows_.size() <= id) flows_.resize(id + size_t{1});
+  flows_[id] = std::move(flow.value());
+  return Status();
+}
+
+Result<LeafShard> Engine::shard(uint16_t id, uint32_t leaf, bool gradient) {
+  std::lock_guard guard(progress_lock_);
+  const Aggregate* flow = find_flow(id);
+  if (flow == nullptr || leaf >= flow->spec.leaves.size()) {
+    return Status(Code::kInvalidArgument,
+                  text("server ", options_.server, " knows no leaf ", leaf, " of a flow ", id));
+  }
+  if (!flow->update()) {
+    return Status(Code::kInvalidArgument, text("flow ", id, " averages: its servers run no update"));
+  }
+  LeafShard shard;
+  shard.data = gradient ? flow->accumulator_of_leaf[leaf] : flow->result_of_leaf[leaf];
+  shard.dtype = gradient ? accumulator_dtype(flow->spec.leaves[leaf].dtype) : flow->spec.leaves[leaf].dtype;
+  shard.elements = flow->elements_of_leaf[leaf];
+  return shard;
+}
+
+Result<LeafShard> Engine::gradient(uint16_t flow, uint32_t leaf) { return shard(flow, leaf, true); }
+Result<LeafShard> Engine::parameters(uint16_t flow, uint32_t leaf) { return shard(flow, leaf, false); }
+
+Status Engine::publish(uint16_t id, int64_t step) {
+  std::lock_guard guard(progress_lock_);
+  if (closed_) return is_closed();
+  Aggregate* flow = find_flow(id);
+  const auto refuse = [&](const auto&... parts) {
+    return Status(Code::kInvalidArgument, text("flow ", id, " cannot be published at step ", step, ": ", parts...));
+  };
+  if (flow == nullptr || !flow->update()) return refuse("there is no such flow with an update");
+  if (step <= flow->published()) return refuse("it has reached step ", flow->published());
+  const bool begun = flow->initialised > 0 && flow->published() < 0;
+  const bool summing = std::any_of(flow->pieces.begin(), flow->pieces.end(),
+                                   [](const Piece& piece) { return piece.arrived > 0; });
+  if (!flow->updating && (begun || summing)) return refuse("its parameters or gradients are still landing");
+  if (flow->complete > 0) ++flow->steps;
+  flow->complete = 0;
+  flow->updating = false;
+  for (Piece& piece : flow->pieces) {
+    piece.begin(step);
+    piece.published = step;
+    recorder_.add(Stage::kPublished, id, step, piece.partition, kEveryPeer);
+  }
+  for (Piece& piece : flow->pieces) send_replies(piece);
+  settle();
+  return Status();
+}
+
+// --- Who is gone.
+
+void Engine::mark_left(uint32_t worker) {
+  std::lock_guard guard(progress_lock_);
+  if (closed_ || worker >= members_.size() || members_[worker].left) return;
+  Member& member = members_[worker];
+  member.left = true;
+  if (member.connection == nullptr) return depart(worker);
+  member.departs = Clock::now() + kLeaveGrace;
+  leaving_ = true;
+  fabric_->wake();
+}
+
+int Engine::depart_due() {
+  using std::chrono::milliseconds;
+  milliseconds left = milliseconds::max();
+  leaving_ = false;
+  for (uint32_t worker = 0; worker < members_.size(); ++worker) {
+    const Member& member = members_[worker];
+    if (!member.left || member.departed) continue;
+    const auto remaining = std::chrono::ceil<milliseconds>(member.departs - Clock::now());
+    if (remaining.count() <= 0) {
+      depart(worker);
+    } else {
+      leaving_ = true;
+      left = std::min(left, remaining);
+    }
+  }
+  return leaving_ ? static_cast<int>(left.count()) : -1;
+}
+
+void Engine::depart(uint32_t worker) {
+  if (std::exchange(members_[worker].departed, true)) return;
+  departed_.push_back(worker);
+  for (const auto& flow : flows_) {
+    if (flow == nullptr) continue;
+    for (const Piece& piece : flow->pieces) check_stranded(piece);
+  }
+}
+
+void Engine::check_stranded(const Piece& piece) {
+  Aggregate& flow = *piece.flow;
+  for (const uint32_t worker : departed_) {
+    if (flow.stranded || !piece.misses(worker)) continue;
+    flow.stranded = true;
+    tell({ServerEvent::Kind::kStranded, flow.spec.id, piece.version, worker,
+          text("worker ", worker, " left the job, but ", piece.arrived, " of ", options_.workers,
+               " workers wait for its contribution to step ", piece.version, " of flow ", flow.spec.id,
+               "; all workers must run the same number of steps")});
+  }
+}
+
+ServerStats Engine::stats() const {
+  std::lock_guard guard(progress_lock_);
+  ServerStats stats;
+  stats.bytes_pushed = bytes_pushed_;
+  stats.bytes_pulled = bytes_pulled_;
+  stats.duplicates = duplicates_;
+  stats.refused = refused_;
+  stats.dropped = dropped_;
+  stats.accepted.resize(options_.workers);
+  for (const auto& flow : flows_) {
+    if (flow == nullptr || flow->pieces.empty()) continue;
+    stats.steps += flow->steps + flow->means / flow->pieces.size();
+    for (uint32_t worker = 0; worker < options_.workers; ++worker) {
+      stats.accepted[worker] += flow->summed_of_worker[worker] / flow->pieces.size();
+    }
+  }
+  return stats;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<ServerEngine>> ServerEngine::create(ServerOptions options) {
+  const auto refuse = [&](const auto&... parts) {
+    return Status(Code::kInvalidArgument, text("server ", options.server, " cannot be: ", parts...));
+  };
+  if (options.server >= options.servers) return refuse("the job has ", options.servers, " servers");
+  if (options.workers == 0 || options.workers > kMaxWorkers) {
+    return refuse(options.workers, " workers, from 1 to ", kMaxWorkers, " are possible");
+  }
+  if (options.slots_per_worker == 0 || options.slots_per_worker > wire::kTagMask) {
+    return refuse(options.slots_per_worker, " landing slots per worker, from 1 to ", wire::kTagMask, " are possible");
+  }
+  if (options.partition_bytes < sizeof(double)) {
+    return refuse("partitions of ", options.partition_bytes, " bytes hold no element of every type");
+  }
+  fabric::Options fabric_options;
+  // A worker writes into a slot it was given, so that many writes must never wait for a receive.
+  fabric_options.receive_depth = std::max(fabric_options.receive_depth, options.slots_per_worker);
+  auto fabric = fabric::make_tcp_fabric(fabric_options);
+  if (!fabric.ok()) return fabric.status();
+  auto engine = std::make_shared<Engine>(std::move(options), std::move(fabric.value()));
+  if (Status status = engine->start(); !status.ok()) return status;
+  return std::shared_ptr<ServerEngine>(std::move(engine));
+}
+
+}  // namespace jaxrdma

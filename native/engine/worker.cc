@@ -1,0 +1,823 @@
+/* engine/worker.cc: see worker.h. */
+#include "engine/worker.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "engine/completer.h"
+#include "engine/wire.h"
+
+namespace jaxrdma {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using fabric::Endpoint;
+using fabric::EndpointId;
+using fabric::Event;
+using fabric::MemoryRegion;
+
+/// After a lost connection the control plane is given this long to say what really happened before the operations
+/// fail with what the connection itself knows.
+constexpr auto kVerdictGrace = std::chrono::seconds(8);
+
+size_t partition_bytes(const Partition& partition, DType dtype) {
+  return static_cast<size_t>(partition.elements) * dtype_bytes(dtype);
+}
+
+/// An operation between `start` and its callback.
+struct Active {
+  explicit Active(Operation what) : operation(std::move(what)) {}
+  Operation operation;
+  size_t unsent = 0;      ///< writes whose source is still in use
+  size_t unanswered = 0;  ///< partitions that have not come back
+  Status failure;
+  std::vector<std::unique_ptr<MemoryRegion>> sources;  ///< by leaf
+  std::vector<std::unique_ptr<MemoryRegion>> targets;  ///< by leaf
+};
+
+/// One partition on its way to a server and back. Its index in the server's table is the tag on the wire.
+struct Request {
+  Active* active = nullptr;  ///< null: nobody waits (answers of a push land in the flow's memory)
+  uint16_t flow = 0;
+  uint32_t partition = 0;
+  int64_t step = 0;
+  wire::Kind kind = wire::Kind::kPush;
+  Stage stage = Stage::kQueued;
+  Clock::time_point since;
+  bool live = false;
+  bool sent = false;
+  bool answered = false;
+};
+
+struct Slot {
+  uint32_t tag = 0;
+  bool writing = false;  ///< its kWriteDone is still to come
+  bool granted = true;   ///< the server allows it to be written
+};
+
+struct Server {
+  std::string address;
+  EndpointId endpoint = 0;
+  bool connecting = false;
+  bool connected = false;
+  bool gone = false;
+  wire::LandingGrant grant{};
+  std::vector<wire::Header> headers;  ///< one per slot, source of writes
+  std::unique_ptr<MemoryRegion> header_region;
+  std::vector<Slot> slots;
+  std::vector<uint32_t> free_slots;
+  std::deque<Request> requests;  ///< a deque: references stay valid as it grows
+  std::vector<uint32_t> free_tags;
+  std::deque<uint32_t> queue;  ///< tags not yet posted, in order
+};
+
+/// Answers of a kPush that its kPull has not fetched yet.
+struct Staged {
+  bool active = false;
+  int64_t step = 0;
+  size_t unanswered = 0;
+  Status failure;
+  std::list<Active>::iterator pull;
+  bool pulled = false;  ///< `pull` is set
+};
+
+struct Flow {
+  FlowSpec spec;
+  std::vector<std::vector<std::byte>> staging;  ///< by leaf; made at the first kPush
+  std::vector<std::unique_ptr<MemoryRegion>> staging_regions;
+  Staged staged;
+};
+
+class Engine final : public WorkerEngine {
+ public:
+  Engine(WorkerOptions options, std::unique_ptr<fabric::Fabric> fabric)
+      : options_(std::move(options)), fabric_(std::move(fabric)), recorder_(options_.recorder_capacity) {
+    progress_thread_ = std::thread([this] { run(); });
+    pthread_setname_np(progress_thread_.native_handle(), "jaxrdma-prog");
+  }
+  ~Engine() override { close(); }
+
+  Status connect(const std::vector<ServerAddress>& servers, int timeout_ms) override;
+  Status add_flow(FlowSpec spec) override;
+  void start(Operation operation) override;
+  void fail(Status why) override;
+  void interrupt() override {
+    fail(Status(Code::kCancelled, "interrupted: this worker was told to stop while it waited"));
+  }
+  size_t in_flight() const override;
+  std::vector<Pending> pending(size_t limit) const override;
+  WorkerStats stats() const override;
+  std::vector<Record> records() const override { return recorder_.snapshot(); }
+  const char* transport() const override { return fabric_->name(); }
+  Status status() const override;
+  bool wait_failure(int timeout_ms) override;
+  void close() override;
+
+ private:
+  // Everything below needs progress_lock_ but run().
+  void run();
+  bool progress();
+  void handle(const Event& event);
+  void connected(Server& server, const Event& event);
+  void disconnected(size_t index, const Event& event);
+  void received(size_t index, const Event& event);
+  void write_done(size_t index, uint32_t slot);
+  void violation(size_t index, const std::string& text);
+  void lose(Status why);
+  void give_up();
+  void pump(size_t index);
+  Status prepare(Active& active, Flow& flow);
+  void begin_pull(std::list<Active>::iterator active, Flow& flow);
+  void retire(Server& server, uint32_t tag);
+  void answered(Request& request, const Status& status);
+  void settle(Active* active);
+  void finish(std::list<Active>::iterator active, Status status, std::function<void()> before = {});
+  void finish_pull(Flow& flow);
+  size_t server_of(EndpointId endpoint) const;
+  std::string server_name(size_t index) const {
+    return "server " + std::to_string(index) + " (" + servers_[index].address + ")";
+  }
+
+  const WorkerOptions options_;
+  mutable std::mutex progress_lock_;
+  std::unique_ptr<fabric::Fabric> fabric_;
+  std::condition_variable state_changed_;
+  std::vector<Server> servers_;
+  std::vector<std::unique_ptr<Flow>> flows_;
+  std::list<Active> active_;
+  std::vector<Event> events_;
+  Status failure_;  ///< operations end with it
+  Status loss_;     ///< a connection ended; the verdict of the control plane is awaited
+  Clock::time_point loss_time_;
+  bool closing_ = false;
+  WorkerStats stats_;
+  Recorder recorder_;
+  Completer completer_{"jaxrdma-done"};
+  std::thread progress_thread_;
+  std::once_flag joined_;
+};
+
+Status Engine::connect(const std::vector<ServerAddress>& servers, int timeout_ms) {
+  std::unique_lock guard(progress_lock_);
+  if (!servers_.empty()) return Status(Code::kInvalidArgument, "this engine is connected already");
+  servers_.resize(servers.size());
+  for (size_t i = 0; i < servers.size(); ++i) {
+    fabric::Hello hello;
+    hello.job = options_.job;
+    hello.protocol_version = wire::kProtocolVersion;
+    hello.worker = options_.worker;
+    hello.incarnation = options_.incarnation;
+    hello.token = servers[i].token;
+    servers_[i].address = servers[i].address;
+    Result<EndpointId> endpoint = fabric_->connect(servers[i].address, hello, timeout_ms);
+    if (!endpoint.ok()) return endpoint.status();
+    servers_[i].endpoint = endpoint.value();
+    servers_[i].connecting = true;
+  }
+  fabric_->wake();
+  auto settled = [this] {
+    return closing_ || !failure_.ok() || !loss_.ok() ||
+           std::all_of(servers_.begin(), servers_.end(), [](const Server& s) { return s.connected; });
+  };
+  // The fabric ends every attempt within timeout_ms; the margin only covers a busy machine.
+  if (!state_changed_.wait_for(guard, std::chrono::milliseconds(timeout_ms + 10000), settled)) {
+    return Status(Code::kDeadline, "servers did not answer within " + std::to_string(timeout_ms) + " ms");
+  }
+  if (closing_) return Status(Code::kCancelled, "closed while connecting to the servers");
+  if (!failure_.ok()) return failure_;
+  return loss_;
+}
+
+Status Engine::add_flow(FlowSpec spec) {
+  std::lock_guard guard(progress_lock_);
+  if (servers_.empty()) return Status(Code::kInvalidArgument, "connect to the servers before adding a flow");
+  for (const Server& server : servers_) {
+    if (Status checked = check_flow(spec, static_cast<uint32_t>(servers_.size()),
+                                    server.grant.slot_stride - sizeof(wire::Header));
+        !checked.ok()) {
+      return checked;
+    }
+  }
+  if (spec.id != flows_.size()) {
+    return Status(Code::kInvalidArgument, "flow " + std::to_string(spec.id) + " was added when flow " +
+                                              std::to_string(flows_.size()) + " was the next");
+  }
+  auto flow = std::make_unique<Flow>();
+  flow->spec = std::move(spec);
+  flows_.push_back(std::move(flow));
+  return {};
+}
+
+void Engine::start(Operation operation) {
+  std::unique_lock guard(progress_lock_);
+  if (!failure_.ok() || closing_) {
+    // On this thread: the completer may be closed already.
+    const Status why = failure_.ok() ? Status(Code::kCancelled, "the session is closed") : failure_;
+    guard.unlock();
+    operation.done(why);
+    return;
+  }
+  active_.emplace_back(std::move(operation));
+  auto active = std::prev(active_.end());
+  const Operation& what = active->operation;
+  if (what.flow >= flows_.size() || what.leaves.size() != flows_[what.flow]->spec.leaves.size()) {
+    finish(active, Status(Code::kInvalidArgument,
+                          "operation on flow " + std::to_string(what.flow) + " with " +
+                              std::to_string(what.leaves.size()) + " leaves: no such flow of this session"));
+    return;
+  }
+  Flow& flow = *flows_[what.flow];
+  if (what.kind == OperationKind::kPull) {
+    begin_pull(active, flow);
+    return;
+  }
+  if (what.kind == OperationKind::kExchange &&
+      std::count_if(active_.begin(), active_.end(), [&what](const Active& other) {
+        return other.operation.kind == OperationKind::kExchange && other.operation.flow == what.flow;
+      }) > 1) {
+    finish(active, Status(Code::kInvalidArgument,
+                          "two steps of one model at once (step " + std::to_string(what.step) +
+                              "): thread the state from one ps_step to the next, and call it from one device"));
+    return;
+  }
+  if (Status prepared = prepare(*active, flow); !prepared.ok()) {
+    finish(active, std::move(prepared));
+    return;
+  }
+  const auto now = Clock::now();
+  const wire::Kind kind = what.kind == OperationKind::kInit    ? wire::Kind::kInit
+                          : what.kind == OperationKind::kFetch ? wire::Kind::kPull
+                                                               : wire::Kind::kPush;
+  const bool staged = what.kind == OperationKind::kPush;
+  for (uint32_t i = 0; i < flow.spec.partitions.size(); ++i) {
+    Server& server = servers_[flow.spec.partitions[i].server];
+    uint32_t tag;
+    if (!server.free_tags.empty()) {
+      tag = server.free_tags.back();
+      server.free_tags.pop_back();
+    } else {
+      tag = static_cast<uint32_t>(server.requests.size());
+      server.requests.emplace_back();
+    }
+    Request& request = server.requests[tag];
+    request = Request{};
+    request.active = &*active;
+    request.flow = what.flow;
+    request.partition = i;
+    request.step = what.step;
+    request.kind = kind;
+    request.since = now;
+    request.live = true;
+    ++active->unsent;
+    if (staged) {
+      ++flow.staged.unanswered;
+    } else {
+      ++active->unanswered;
+    }
+    recorder_.add(Stage::kQueued, what.flow, what.step, i,
+                  static_cast<uint16_t>(flow.spec.partitions[i].server));
+    server.queue.push_back(tag);
+  }
+  if (active->unsent == 0) {
+    settle(&*active);
+    return;
+  }
+  for (size_t i = 0; i < servers_.size(); ++i) pump(i);
+  // Delivers the completions of what went out at once, without waking the progress thread for it.
+  progress();
+}
+
+/// Checks the buffers against the flow and registers them.
+Status Engine::prepare(Active& active, Flow& flow) {
+  const Operation& what = active.operation;
+  const bool sends = what.kind != OperationKind::kFetch;
+  const bool staged = what.kind == OperationKind::kPush;
+  if (staged) {
+    if (flow.staged.active) {
+      return Status(Code::kInvalidArgument,
+                    "push of step " + std::to_string(what.step) + " before the pull of step " +
+                        std::to_string(flow.staged.step) + ": pull what was pushed first");
+    }
+    if (flow.staging.empty()) {
+      flow.staging.resize(flow.spec.leaves.size());
+      flow.staging_regions.resize(flow.spec.leaves.size());
+      for (size_t i = 0; i < flow.spec.leaves.size(); ++i) {
+        const Leaf& leaf = flow.spec.leaves[i];
+        if (leaf.elements == 0) continue;
+        flow.staging[i].resize(leaf.elements * dtype_bytes(leaf.dtype));
+        auto region = fabric_->register_memory(flow.staging[i].data(), flow.staging[i].size(),
+                                               fabric::Access::kRemoteWrite);
+        if (!region.ok()) return region.status();
+        flow.staging_regions[i] = std::move(region.value());
+      }
+    }
+  }
+  active.sources.resize(what.leaves.size());
+  active.targets.resize(what.leaves.size());
+  for (size_t i = 0; i < what.leaves.size(); ++i) {
+    const LeafBuffers& buffers = what.leaves[i];
+    const Leaf& leaf = flow.spec.leaves[i];
+    if (leaf.elements == 0) continue;
+    const std::string name = "leaf " + std::to_string(i) + " of flow " + std::to_string(what.flow);
+    if (sends) {
+      if (buffers.source == nullptr) return Status(Code::kInvalidArgument, name + " has no source buffer");
+      if (accumulator_dtype(buffers.source_dtype) != accumulator_dtype(leaf.dtype)) {
+        return Status(Code::kInvalidArgument, name + " is " + dtype_name(leaf.dtype) + ", its gradient " +
+                                                  dtype_name(buffers.source_dtype) + ": cast the gradient");
+      }
+      // The fabric only reads from a source.
+      auto region = fabric_->register_memory(const_cast<std::byte*>(buffers.source),
+                                             leaf.elements * dtype_bytes(buffers.source_dtype),
+                                             fabric::Access::kLocal);
+      if (!region.ok()) return region.status();
+      active.sources[i] = std::move(region.value());
+    }
+    if (!staged) {
+      if (buffers.target == nullptr) return Status(Code::kInvalidArgument, name + " has no target buffer");
+      auto region = fabric_->register_memory(buffers.target, leaf.elements * dtype_bytes(leaf.dtype),
+                                             fabric::Access::kRemoteWrite);
+      if (!region.ok()) return region.status();
+      active.targets[i] = std::move(region.value());
+    }
+  }
+  if (staged) {
+    flow.staged = Staged{};
+    flow.staged.active = true;
+    flow.staged.step = what.step;
+  }
+  return {};
+}
+
+/// Posts what the server's slots and credits allow.
+void Engine::pump(size_t index) {
+  Server& server = servers_[index];
+  if (!server.connected || server.gone) return;
+  Endpoint* endpoint = fabric_->endpoint(server.endpoint);
+  if (endpoint == nullptr) return;
+  while (!server.queue.empty() && !server.free_slots.empty() && endpoint->credits() > 0) {
+    const uint32_t tag = server.queue.front();
+    server.queue.pop_front();
+    const uint32_t index_of_slot = server.free_slots.back();
+    server.free_slots.pop_back();
+    Request& request = server.requests[tag];
+    const Operation& what = request.active->operation;
+    Flow& flow = *flows_[request.flow];
+    const Partition& partition = flow.spec.partitions[request.partition];
+    const LeafBuffers& buffers = what.leaves[partition.leaf];
+    const DType leaf_dtype = flow.spec.leaves[partition.leaf].dtype;
+    const bool staged = what.kind == OperationKind::kPush;
+    const bool payload = request.kind != wire::Kind::kPull;
+
+    const MemoryRegion* target_region =
+        staged ? flow.staging_regions[partition.leaf].get() : request.active->targets[partition.leaf].get();
+    wire::Header& header = server.headers[index_of_slot];
+    header = wire::Header{};
+    header.magic = wire::kHeaderMagic;
+    header.version = wire::kProtocolVersion;
+    header.flow = request.flow;
+    header.kind = request.kind;
+    header.dtype = static_cast<uint8_t>(payload ? buffers.source_dtype : leaf_dtype);
+    header.partition = request.partition;
+    header.step = request.step;
+    header.incarnation = options_.incarnation;
+    header.bytes = payload ? partition_bytes(partition, buffers.source_dtype) : 0;
+    header.reply_address = reinterpret_cast<uint64_t>(target_region->data()) +
+                           partition.begin * dtype_bytes(leaf_dtype);
+    header.reply_key = target_region->remote_key();
+    header.reply_tag = tag;
+
+    fabric::Slice slices[2];
+    slices[0] = {server.header_region.get(), reinterpret_cast<const std::byte*>(&header), sizeof(header)};
+    if (payload) {
+      const MemoryRegion* source = request.active->sources[partition.leaf].get();
+      slices[1] = {source, source->data() + partition.begin * dtype_bytes(buffers.source_dtype), header.bytes};
+    }
+    Slot& slot = server.slots[index_of_slot];
+    slot.tag = tag;
+    slot.writing = true;
+    slot.granted = false;
+    request.stage = Stage::kPosted;
+    request.since = Clock::now();
+    recorder_.add(Stage::kPosted, request.flow, request.step, request.partition,
+                  static_cast<uint16_t>(index));
+    stats_.bytes_pushed += header.bytes;
+    const fabric::RemoteSlice remote{server.grant.address + index_of_slot * server.grant.slot_stride,
+                                     server.grant.key};
+    Status posted = endpoint->write(std::span(slices, payload ? 2 : 1), remote, index_of_slot, index_of_slot);
+    if (!posted.ok()) {
+      lose(std::move(posted));
+      return;
+    }
+  }
+}
+
+void Engine::begin_pull(std::list<Active>::iterator active, Flow& flow) {
+  const int64_t step = active->operation.step;
+  if (!flow.staged.active || flow.staged.step != step || flow.staged.pulled) {
+    finish(active, Status(Code::kInvalidArgument,
+                          "pull of step " + std::to_string(step) +
+                              (flow.staged.active ? ", but the last push was of step " + std::to_string(flow.staged.step)
+                                                  : std::string(" without a push before it"))));
+    return;
+  }
+  flow.staged.pull = active;
+  flow.staged.pulled = true;
+  if (flow.staged.unanswered == 0) finish_pull(flow);
+}
+
+void Engine::finish_pull(Flow& flow) {
+  auto active = flow.staged.pull;
+  Status status = flow.staged.failure;
+  flow.staged = Staged{};
+  if (status.ok()) {
+    ++stats_.steps;
+    ++stats_.gradients_accepted;
+    stats_.last_step = active->operation.step + 1;
+  } else if (status.code() == Code::kStale) {
+    ++stats_.gradients_dropped;
+  }
+  // The copy may be long: it runs on the completer's thread. Nobody writes into the staging memory until the next push
+  // of this flow, which needs the step that this operation returns.
+  Flow* source = &flow;
+  std::vector<LeafBuffers> leaves = active->operation.leaves;
+  std::function<void()> copy;
+  if (status.ok()) {
+    copy = [source, leaves = std::move(leaves)] {
+      for (size_t i = 0; i < leaves.size(); ++i) {
+        if (!source->staging[i].empty() && leaves[i].target != nullptr) {
+          std::memcpy(leaves[i].target, source->staging[i].data(), source->staging[i].size());
+        }
+      }
+    };
+  }
+  finish(active, std::move(status), std::move(copy));
+}
+
+void Engine::run() {
+  const auto spin = std::chrono::microseconds(options_.spin_us);
+  auto last_progress = Clock::now();
+  while (true) {
+    bool moved = false;
+    int timeout_ms = -1;
+    {
+      std::lock_guard guard(progress_lock_);
+      if (closing_ && std::all_of(servers_.begin(), servers_.end(),
+                                  [](const Server& s) { return s.gone || !s.connecting; })) {
+        give_up();
+        return;
+      }
+      moved = progress();
+      if (!loss_.ok() && failure_.ok()) {
+        const auto deadline = loss_time_ + kVerdictGrace;
+        if (Clock::now() >= deadline) {
+          failure_ = loss_;
+          for (Server& server : servers_) {
+            if (Endpoint* endpoint = fabric_->endpoint(server.endpoint)) endpoint->close(failure_, false);
+          }
+          moved = true;
+        } else {
+          timeout_ms = static_cast<int>(
+              std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count() + 1);
+        }
+      }
+      if (!failure_.ok()) give_up();
+    }
+    const auto now = Clock::now();
+    if (moved) {
+      last_progress = now;
+      continue;
+    }
+    if (now - last_progress < spin) {
+      std::this_thread::yield();
+      continue;
+    }
+    fabric_->wait(timeout_ms);
+  }
+}
+
+bool Engine::progress() {
+  events_.clear();
+  const bool moved = fabric_->poll(events_);
+  // handle() never polls, so events_ stays as it is meanwhile.
+  for (const Event& event : events_) handle(event);
+  return moved || !events_.empty();
+}
+
+void Engine::handle(const Event& event) {
+  const size_t index = server_of(event.endpoint);
+  if (index >= servers_.size()) return;
+  switch (event.kind) {
+    case Event::Kind::kConnected:
+      connected(servers_[index], event);
+      break;
+    case Event::Kind::kDisconnected:
+      disconnected(index, event);
+      break;
+    case Event::Kind::kWriteDone:
+      write_done(index, static_cast<uint32_t>(event.request));
+      pump(index);
+      break;
+    case Event::Kind::kReceived:
+      received(index, event);
+      pump(index);
+      break;
+    case Event::Kind::kCredits:
+      pump(index);
+      break;
+  }
+}
+
+void Engine::connected(Server& server, const Event& event) {
+  const size_t index = static_cast<size_t>(&server - servers_.data());
+  wire::LandingGrant grant;
+  if (event.hello == nullptr || event.hello->payload.size() != sizeof(grant)) {
+    violation(index, "its hello carries no landing grant");
+    return;
+  }
+  std::memcpy(&grant, event.hello->payload.data(), sizeof(grant));
+  if (grant.slots == 0 || grant.slots > (1u << 20) || grant.slot_stride <= sizeof(wire::Header)) {
+    violation(index, "its landing grant is impossible");
+    return;
+  }
+  server.grant = grant;
+  server.headers.resize(grant.slots);
+  auto region = fabric_->register_memory(reinterpret_cast<std::byte*>(server.headers.data()),
+                                         server.headers.size() * sizeof(wire::Header), fabric::Access::kLocal);
+  if (!region.ok()) {
+    lose(region.status());
+    return;
+  }
+  server.header_region = std::move(region.value());
+  server.slots.assign(grant.slots, Slot{});
+  for (uint32_t slot = grant.slots; slot-- > 0;) server.free_slots.push_back(slot);
+  server.connected = true;
+  state_changed_.notify_all();
+  pump(index);
+}
+
+void Engine::disconnected(size_t index, const Event& event) {
+  Server& server = servers_[index];
+  server.gone = true;
+  state_changed_.notify_all();
+  if (closing_ || !failure_.ok()) return;
+  const bool was_connected = server.connected;
+  lose(Status(event.status.code() == Code::kOk ? Code::kUnavailable : event.status.code(),
+              (was_connected ? "lost the data connection to " : "cannot connect to ") + server_name(index) + ": " +
+                  event.status.message()));
+}
+
+void Engine::violation(size_t index, const std::string& text) {
+  lose(Status(Code::kProtocol, server_name(index) + " broke the protocol: " + text +
+                                   "; are all processes of one jaxrdma version?"));
+}
+
+/// A connection is of no use any more. The reason is kept; the verdict comes by `fail`, or after a grace.
+void Engine::lose(Status why) {
+  if (!loss_.ok()) return;
+  loss_ = std::move(why);
+  loss_time_ = Clock::now();
+  state_changed_.notify_all();
+  fabric_->wake();
+}
+
+void Engine::received(size_t index, const Event& event) {
+  Server& server = servers_[index];
+  if (Endpoint* endpoint = fabric_->endpoint(server.endpoint)) endpoint->release(1);
+  if (!failure_.ok()) return;
+  const wire::Answer what = wire::answer_kind(event.immediate);
+  const uint32_t value = wire::answer_tag(event.immediate);
+  if (what == wire::Answer::kCredit) {
+    if (value >= server.slots.size() || server.slots[value].granted || event.bytes != 0) {
+      violation(index, "credit for slot " + std::to_string(value) + ", which was not in its hands");
+      return;
+    }
+    server.slots[value].granted = true;
+    if (!server.slots[value].writing) server.free_slots.push_back(value);
+    return;
+  }
+  if (value >= server.requests.size() || !server.requests[value].live || server.requests[value].answered ||
+      server.requests[value].stage == Stage::kQueued) {
+    violation(index, "answer to request " + std::to_string(value) + ", which does not wait for one");
+    return;
+  }
+  Request& request = server.requests[value];
+  const Flow& flow = *flows_[request.flow];
+  const Partition& partition = flow.spec.partitions[request.partition];
+  Status status;
+  if (what == wire::Answer::kResult) {
+    const size_t expected = partition_bytes(partition, flow.spec.leaves[partition.leaf].dtype);
+    if (event.bytes != expected) {
+      violation(index, "partition " + std::to_string(request.partition) + " came back with " +
+                           std::to_string(event.bytes) + " bytes instead of " + std::to_string(expected));
+      return;
+    }
+    stats_.bytes_pulled += event.bytes;
+    recorder_.add(Stage::kConsumed, request.flow, request.step, request.partition,
+                  static_cast<uint16_t>(index));
+  } else if (what == wire::Answer::kStale) {
+    status = Status(Code::kStale, "step " + std::to_string(request.step) +
+                                      " was already aggregated without this gradient (" + server_name(index) +
+                                      "): go on from the state that the last ps_step returned");
+    recorder_.add(Stage::kDropped, request.flow, request.step, request.partition,
+                  static_cast<uint16_t>(index));
+  } else if (what == wire::Answer::kAhead) {
+    status = Status(Code::kStale, "step " + std::to_string(request.step) + " is ahead of the step that " +
+                                      server_name(index) +
+                                      " aggregates: use the state of session.init, with its step unchanged");
+  } else {
+    violation(index, "unknown answer " + std::to_string(static_cast<uint32_t>(what)));
+    return;
+  }
+  request.answered = true;
+  answered(request, status);
+  if (request.sent) retire(server, value);
+}
+
+/// Counts an answer for whoever waits for it.
+void Engine::answered(Request& request, const Status& status) {
+  Flow& flow = *flows_[request.flow];
+  if (request.active != nullptr && request.active->operation.kind != OperationKind::kPush) {
+    Active* active = request.active;
+    if (!status.ok() && active->failure.ok()) active->failure = status;
+    --active->unanswered;
+    settle(active);
+    return;
+  }
+  Staged& staged = flow.staged;
+  if (!status.ok() && staged.failure.ok()) staged.failure = status;
+  if (--staged.unanswered == 0 && staged.pulled) finish_pull(flow);
+}
+
+void Engine::write_done(size_t index, uint32_t slot_index) {
+  Server& server = servers_[index];
+  Slot& slot = server.slots[slot_index];
+  slot.writing = false;
+  if (slot.granted) server.free_slots.push_back(slot_index);
+  Request& request = server.requests[slot.tag];
+  request.sent = true;
+  if (!request.answered) {
+    request.stage = Stage::kCompleted;
+    request.since = Clock::now();
+  }
+  Active* active = request.active;
+  --active->unsent;
+  if (request.answered) {
+    retire(server, slot.tag);
+  } else if (active->operation.kind == OperationKind::kPush) {
+    request.active = nullptr;  // the push may end before its answers come
+  }
+  settle(active);
+}
+
+void Engine::retire(Server& server, uint32_t tag) {
+  server.requests[tag].live = false;
+  server.requests[tag].active = nullptr;
+  server.free_tags.push_back(tag);
+}
+
+/// Ends an operation that waits for nothing any more.
+void Engine::settle(Active* active) {
+  if (active->unsent > 0 || active->unanswered > 0 || !failure_.ok()) return;
+  auto found = std::find_if(active_.begin(), active_.end(), [active](const Active& a) { return &a == active; });
+  const OperationKind kind = active->operation.kind;
+  Status status = active->failure;
+  if (kind == OperationKind::kExchange) {
+    if (status.ok()) {
+      ++stats_.steps;
+      ++stats_.gradients_accepted;
+      stats_.last_step = active->operation.step + 1;
+    } else if (status.code() == Code::kStale) {
+      ++stats_.gradients_dropped;
+    }
+  } else if (kind != OperationKind::kPush && status.ok()) {
+    stats_.last_step = active->operation.step;
+  }
+  finish(found, std::move(status));
+}
+
+void Engine::finish(std::list<Active>::iterator active, Status status, std::function<void()> before) {
+  // The keys of its buffers are withdrawn before the owner may free them.
+  active->sources.clear();
+  active->targets.clear();
+  auto done = std::move(active->operation.done);
+  active_.erase(active);
+  completer_.run([done = std::move(done), status = std::move(status), before = std::move(before)] {
+    if (before) before();
+    done(status);
+  });
+}
+
+/// Once no connection can touch their buffers any more, fails every operation.
+void Engine::give_up() {
+  const bool quiet = std::all_of(servers_.begin(), servers_.end(),
+                                 [](const Server& s) { return s.gone || !s.connecting; });
+  if (!quiet) return;
+  const Status why = failure_.ok() ? Status(Code::kCancelled, "the session was closed while this was in flight")
+                                   : failure_;
+  while (!active_.empty()) finish(active_.begin(), why);
+  for (Server& server : servers_) {
+    server.queue.clear();
+    server.requests.clear();
+    server.free_tags.clear();
+  }
+}
+
+void Engine::fail(Status why) {
+  std::lock_guard guard(progress_lock_);
+  if (!failure_.ok() || closing_) return;
+  failure_ = std::move(why);
+  for (Server& server : servers_) {
+    if (Endpoint* endpoint = fabric_->endpoint(server.endpoint)) endpoint->close(failure_, false);
+  }
+  state_changed_.notify_all();
+  fabric_->wake();
+}
+
+size_t Engine::in_flight() const {
+  std::lock_guard guard(progress_lock_);
+  return active_.size();
+}
+
+std::vector<Pending> Engine::pending(size_t limit) const {
+  std::vector<Pending> result;
+  {
+    std::lock_guard guard(progress_lock_);
+    const auto now = Clock::now();
+    for (uint32_t i = 0; i < servers_.size(); ++i) {
+      for (const Request& request : servers_[i].requests) {
+        if (!request.live || request.answered) continue;
+        result.push_back({i, request.flow, request.step, request.partition, request.stage,
+                          std::chrono::duration<double>(now - request.since).count()});
+      }
+    }
+  }
+  std::sort(result.begin(), result.end(), [](const Pending& a, const Pending& b) { return a.seconds > b.seconds; });
+  if (result.size() > limit) result.resize(limit);
+  return result;
+}
+
+WorkerStats Engine::stats() const {
+  std::lock_guard guard(progress_lock_);
+  return stats_;
+}
+
+Status Engine::status() const {
+  std::lock_guard guard(progress_lock_);
+  return failure_.ok() ? loss_ : failure_;
+}
+
+bool Engine::wait_failure(int timeout_ms) {
+  std::unique_lock guard(progress_lock_);
+  auto happened = [this] { return closing_ || !failure_.ok() || !loss_.ok(); };
+  if (timeout_ms < 0) {
+    state_changed_.wait(guard, happened);
+  } else {
+    state_changed_.wait_for(guard, std::chrono::milliseconds(timeout_ms), happened);
+  }
+  return !closing_ && (!failure_.ok() || !loss_.ok());
+}
+
+void Engine::close() {
+  {
+    std::lock_guard guard(progress_lock_);
+    closing_ = true;
+    const Status why(Code::kCancelled, "the worker closed its session");
+    const bool flush = active_.empty();
+    for (Server& server : servers_) {
+      if (Endpoint* endpoint = fabric_->endpoint(server.endpoint)) endpoint->close(why, flush);
+    }
+    state_changed_.notify_all();
+    fabric_->wake();
+  }
+  std::call_once(joined_, [this] {
+    progress_thread_.join();
+    completer_.close();
+  });
+}
+
+size_t Engine::server_of(EndpointId endpoint) const {
+  // A handful of servers: a search beats a map.
+  for (size_t i = 0; i < servers_.size(); ++i) {
+    if (servers_[i].connecting && servers_[i].endpoint == endpoint) return i;
+  }
+  return servers_.size();
+}
+
+}  // namespace
+
+Result<std::shared_ptr<WorkerEngine>> WorkerEngine::create(WorkerOptions options) {
+  auto fabric = fabric::make_tcp_fabric(fabric::Options{});
+  if (!fabric.ok()) return fabric.status();
+  return std::shared_ptr<WorkerEngine>(std::make_shared<Engine>(std::move(options), std::move(fabric.value())));
+}
+
+}  // namespace jaxrdma

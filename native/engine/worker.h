@@ -1,0 +1,110 @@
+/* engine/worker.h: the worker's engine: pushes partitions to servers, receives what comes back, completes operations.
+
+   Threads. One progress thread per engine. `start` may be called from any thread: it takes the progress lock, posts what
+   can be posted at once, and returns. Callbacks run on completer threads, never on the progress thread, and never with a
+   lock held: XLA runs the rest of its program inside them. Lock order: progress lock, then completer lock. */
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/recorder.h"
+#include "base/status.h"
+#include "engine/flow.h"
+#include "fabric/fabric.h"
+
+namespace jaxrdma {
+
+struct WorkerOptions {
+  uint32_t worker = 0;  ///< index of this worker
+  std::string job;
+  uint64_t incarnation = 0;
+  int spin_us = 0;              ///< how long the progress thread looks before it sleeps
+  size_t recorder_capacity = 1 << 14;
+};
+
+/// A server as the control plane describes it.
+struct ServerAddress {
+  std::string address;           ///< "host:port" of its data listener
+  std::vector<std::byte> token;  ///< fabric::Hello::kTokenBytes
+};
+
+/// The buffers of one leaf in one operation. Null where the operation does not use them, or the leaf is empty.
+struct LeafBuffers {
+  const std::byte* source = nullptr;  ///< gradient (push) or parameter (init)
+  DType source_dtype = DType::kFloat32;
+  std::byte* target = nullptr;        ///< result, of the leaf's dtype; may be `source` where the dtypes are equal
+};
+
+enum class OperationKind : uint8_t {
+  kExchange = 0,  ///< push, and wait for the answers, which land in `target`
+  kPush = 1,      ///< push; answers land in memory of the flow; done when the sources may be reused
+  kPull = 2,      ///< wait for the answers of an earlier kPush of `step`, copy them to `target`
+  kInit = 3,      ///< the chief's parameters go to the servers, and come back as version `step`
+  kFetch = 4,     ///< no source: the parameters as soon as they have reached `step`
+};
+
+struct Operation {
+  OperationKind kind;
+  uint16_t flow;
+  int64_t step;
+  std::vector<LeafBuffers> leaves;
+  /// Called exactly once, on a thread of its own.
+  std::function<void(const Status&)> done;
+};
+
+/// What an operation still waits for; one per partition not yet back.
+struct Pending {
+  uint32_t server;
+  uint16_t flow;
+  int64_t step;
+  uint32_t partition;
+  Stage stage;
+  double seconds;  ///< since it entered that stage
+};
+
+struct WorkerStats {
+  uint64_t bytes_pushed = 0;   ///< gradient payload
+  uint64_t bytes_pulled = 0;   ///< parameter payload
+  uint64_t steps = 0;          ///< exchanges and pulls that ended well
+  uint64_t gradients_accepted = 0;
+  uint64_t gradients_dropped = 0;  ///< pushes a server called stale
+  int64_t last_step = -1;      ///< the newest step that came back
+};
+
+class WorkerEngine {
+ public:
+  static Result<std::shared_ptr<WorkerEngine>> create(WorkerOptions options);
+  virtual ~WorkerEngine() = default;  ///< closes
+
+  /// Connects to every server, in order of index, and returns when all are connected, or with the first failure.
+  virtual Status connect(const std::vector<ServerAddress>& servers, int timeout_ms) = 0;
+  virtual Status add_flow(FlowSpec spec) = 0;
+  /// Begins an operation. Any failure, an impossible argument too, goes to `operation.done`.
+  virtual void start(Operation operation) = 0;
+
+  /// Fails every operation, now and later, with `why`. Called when the control plane learns that the job cannot go on.
+  /// The first reason stays.
+  virtual void fail(Status why) = 0;
+  /// Fails the operations that wait now with kCancelled, later ones go on failing: the job is inconsistent after it.
+  virtual void interrupt() = 0;
+  /// Operations begun and not yet done.
+  virtual size_t in_flight() const = 0;
+  /// The longest-waiting first, at most `limit`.
+  virtual std::vector<Pending> pending(size_t limit) const = 0;
+  virtual WorkerStats stats() const = 0;
+  virtual std::vector<Record> records() const = 0;
+  virtual const char* transport() const = 0;
+  /// First reason for failure, or ok.
+  virtual Status status() const = 0;
+  /// Blocks until a data connection is lost or `fail` is called (true), or until `timeout_ms` has passed or `close` is
+  /// called (false).
+  virtual bool wait_failure(int timeout_ms) = 0;
+  /// Fails what waits with kCancelled, closes the connections, joins every thread. Idempotent.
+  virtual void close() = 0;
+};
+
+}  // namespace jaxrdma
