@@ -1,0 +1,144 @@
+/* ffi/cpu.cc: XLA's handler on the CPU: turns a custom call into an operation of the session's engine. */
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "ffi/registry.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxrdma::ffi {
+namespace {
+
+namespace xf = xla::ffi;
+
+xf::ErrorCode xla_code(Code code) {
+  switch (code) {
+    case Code::kOk:
+      return xf::ErrorCode::kOk;
+    case Code::kInvalidArgument:
+      return xf::ErrorCode::kInvalidArgument;
+    case Code::kUnavailable:
+      return xf::ErrorCode::kUnavailable;
+    case Code::kPermissionDenied:
+      return xf::ErrorCode::kPermissionDenied;
+    case Code::kProtocol:
+      return xf::ErrorCode::kDataLoss;
+    case Code::kResource:
+      return xf::ErrorCode::kResourceExhausted;
+    case Code::kStale:
+      return xf::ErrorCode::kFailedPrecondition;
+    case Code::kDeadline:
+      return xf::ErrorCode::kDeadlineExceeded;
+    case Code::kCancelled:
+      return xf::ErrorCode::kCancelled;
+    case Code::kPeerFailed:
+      return xf::ErrorCode::kAborted;
+    case Code::kInternal:
+      return xf::ErrorCode::kInternal;
+  }
+  return xf::ErrorCode::kUnknown;
+}
+
+xf::Error xla_error(const Status& status) {
+  return xf::Error(xla_code(status.code()), "jaxrdma: " + status.message());
+}
+
+std::optional<DType> dtype_of(xf::DataType type) {
+  switch (type) {
+    case xf::DataType::F32:
+      return DType::kFloat32;
+    case xf::DataType::F64:
+      return DType::kFloat64;
+    case xf::DataType::F16:
+      return DType::kFloat16;
+    case xf::DataType::BF16:
+      return DType::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+/// A future that is there already: XLA takes the error from it as from any other.
+xf::Future failed(xf::Error error) {
+  xf::Promise promise;
+  xf::Future future(promise);
+  promise.SetError(std::move(error));
+  return future;
+}
+
+/// Operands: step, then whatever the results are aliased with, then from `first_source` on the gradients. Results: the
+/// step, then one per leaf, none for a push. Everything is copied out of the call frame before this returns: XLA
+/// recycles the frame while the operation is under way.
+xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands, xf::Result<xf::AnyBuffer> step_result,
+                xf::RemainingRets results, int64_t session, int64_t flow, int64_t kind, int64_t first_source,
+                int64_t leaves) {
+  if (step.element_type() != xf::DataType::S32 || step.element_count() != 1) {
+    return failed(xf::Error::InvalidArgument("jaxrdma: the step must be an int32 scalar"));
+  }
+  const std::shared_ptr<WorkerEngine> engine = find_session(session);
+  if (engine == nullptr) {
+    return failed(xf::Error(xf::ErrorCode::kFailedPrecondition,
+                            "jaxrdma: session " + std::to_string(session) +
+                                " of this program is not open in this process (closed, or never connected)"));
+  }
+  int32_t step_value = 0;
+  std::memcpy(&step_value, step.untyped_data(), sizeof(step_value));
+
+  Operation operation;
+  operation.kind = static_cast<OperationKind>(kind);
+  operation.flow = static_cast<uint16_t>(flow);
+  operation.step = step_value;
+  operation.leaves.resize(static_cast<size_t>(leaves));
+  const bool sends = operation.kind == OperationKind::kExchange || operation.kind == OperationKind::kPush;
+  const bool receives = operation.kind != OperationKind::kPush;
+  for (size_t i = 0; i < operation.leaves.size(); ++i) {
+    LeafBuffers& buffers = operation.leaves[i];
+    if (sends) {
+      auto operand = operands.get<xf::AnyBuffer>(static_cast<size_t>(first_source) + i);
+      if (!operand) return failed(operand.error());
+      const std::optional<DType> dtype = dtype_of(operand->element_type());
+      if (!dtype) return failed(xf::Error::InvalidArgument("jaxrdma: a gradient has a type that cannot be averaged"));
+      buffers.source = static_cast<const std::byte*>(operand->untyped_data());
+      buffers.source_dtype = *dtype;
+    }
+    if (receives) {
+      auto result = results.get<xf::AnyBuffer>(i);
+      if (!result) return failed(result.error());
+      buffers.target = static_cast<std::byte*>((*result)->untyped_data());
+    }
+  }
+  auto* next_step = static_cast<std::byte*>(step_result->untyped_data());
+  const int32_t next_value = receives ? step_value + 1 : step_value;
+
+  auto promise = std::make_shared<xf::Promise>();
+  xf::Future future(*promise);
+  operation.done = [promise, next_step, next_value](const Status& status) {
+    if (!status.ok()) {
+      promise->SetError(xla_error(status));
+      return;
+    }
+    std::memcpy(next_step, &next_value, sizeof(next_value));
+    promise->SetAvailable();
+  };
+  engine->start(std::move(operation));
+  return future;
+}
+
+XLA_FFI_DEFINE_HANDLER(kCpuHandler, call,
+                       xf::Ffi::Bind()
+                           .Arg<xf::AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<xf::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<int64_t>("session")
+                           .Attr<int64_t>("flow")
+                           .Attr<int64_t>("kind")
+                           .Attr<int64_t>("first_source")
+                           .Attr<int64_t>("leaves"));
+
+}  // namespace
+
+void* cpu_handler() { return reinterpret_cast<void*>(+kCpuHandler); }
+
+}  // namespace jaxrdma::ffi

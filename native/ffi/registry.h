@@ -1,0 +1,21 @@
+/* ffi/registry.h: small integers for engines. Compiled programs hold such an integer, never a pointer: they may be
+   cached on disk and run again in another process. */
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "engine/worker.h"
+
+namespace jaxrdma::ffi {
+
+/// Makes `engine` known as `session`. An engine that was known by that number before is forgotten.
+void register_session(int64_t session, std::shared_ptr<WorkerEngine> engine);
+void forget_session(int64_t session);
+/// nullptr if there is none.
+std::shared_ptr<WorkerEngine> find_session(int64_t session);
+
+/// XLA's handler for the CPU, as a pointer that Python puts into a capsule.
+void* cpu_handler();
+
+}  // namespace jaxrdma::ffi

@@ -1,0 +1,290 @@
+/* module.cc: the Python face of the engines, jaxrdma._native. Nothing here decides anything; every call that may wait
+   gives the interpreter's lock back. */
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "engine/server.h"
+#include "engine/wire.h"
+#include "engine/worker.h"
+#include "ffi/registry.h"
+
+namespace nb = nanobind;
+
+namespace jaxrdma {
+namespace {
+
+using Bytes = nb::ndarray<uint8_t, nb::numpy, nb::ndim<1>, nb::device::cpu>;
+using BytesIn = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ReadOnlyBytesIn = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+/// How long a progress thread looks for more before it sleeps; 0 means not at all.
+constexpr int kDefaultSpinUs = 0;
+
+template <typename T>
+std::variant<T, Status> to_variant(Result<T> result) {
+  if (result.ok()) return std::move(result.value());
+  return result.status();
+}
+
+std::vector<std::byte> to_vector(const nb::bytes& bytes) {
+  const auto* data = static_cast<const std::byte*>(bytes.data());
+  return {data, data + bytes.size()};
+}
+
+nb::bytes to_bytes(const std::vector<Record>& records) {
+  return nb::bytes(records.data(), records.size() * sizeof(Record));
+}
+
+/// Runs an operation that has no custom call around it, and sleeps until it is done.
+Status run_operation(WorkerEngine& engine, OperationKind kind, uint16_t flow, int64_t step,
+                     const std::vector<std::optional<ReadOnlyBytesIn>>& sources,
+                     const std::vector<std::optional<BytesIn>>& targets, const FlowSpec& spec) {
+  Operation operation;
+  operation.kind = kind;
+  operation.flow = flow;
+  operation.step = step;
+  operation.leaves.resize(spec.leaves.size());
+  for (size_t i = 0; i < spec.leaves.size(); ++i) {
+    const size_t bytes = spec.leaves[i].elements * dtype_bytes(spec.leaves[i].dtype);
+    LeafBuffers& buffers = operation.leaves[i];
+    buffers.source_dtype = spec.leaves[i].dtype;
+    if (i < sources.size() && sources[i]) {
+      if (sources[i]->size() != bytes) return Status(Code::kInvalidArgument, "a source buffer has the wrong size");
+      buffers.source = reinterpret_cast<const std::byte*>(sources[i]->data());
+    }
+    if (i < targets.size() && targets[i]) {
+      if (targets[i]->size() != bytes) return Status(Code::kInvalidArgument, "a target buffer has the wrong size");
+      buffers.target = reinterpret_cast<std::byte*>(targets[i]->data());
+    }
+  }
+  std::mutex lock;
+  std::condition_variable changed;
+  std::optional<Status> outcome;
+  operation.done = [&](const Status& status) {
+    std::lock_guard guard(lock);
+    outcome = status;
+    changed.notify_one();  // under the lock: the waiter destroys `changed` as soon as it may
+  };
+  nb::gil_scoped_release unlocked;
+  engine.start(std::move(operation));
+  std::unique_lock guard(lock);
+  changed.wait(guard, [&] { return outcome.has_value(); });
+  return *outcome;
+}
+
+void bind_common(nb::module_& m) {
+  nb::enum_<Code>(m, "Code")
+      .value("OK", Code::kOk)
+      .value("INVALID_ARGUMENT", Code::kInvalidArgument)
+      .value("UNAVAILABLE", Code::kUnavailable)
+      .value("PERMISSION_DENIED", Code::kPermissionDenied)
+      .value("PROTOCOL", Code::kProtocol)
+      .value("RESOURCE", Code::kResource)
+      .value("STALE", Code::kStale)
+      .value("DEADLINE", Code::kDeadline)
+      .value("CANCELLED", Code::kCancelled)
+      .value("PEER_FAILED", Code::kPeerFailed)
+      .value("INTERNAL", Code::kInternal);
+  nb::class_<Status>(m, "Status")
+      .def(nb::init<Code, std::string>(), nb::arg("code"), nb::arg("message"))
+      .def_prop_ro("ok", &Status::ok)
+      .def_prop_ro("code", &Status::code)
+      .def_prop_ro("message", &Status::message);
+  nb::enum_<DType>(m, "DType")
+      .value("float32", DType::kFloat32)
+      .value("float64", DType::kFloat64)
+      .value("float16", DType::kFloat16)
+      .value("bfloat16", DType::kBFloat16);
+  nb::enum_<FlowMode>(m, "FlowMode").value("AVERAGE", FlowMode::kAverage).value("UPDATE", FlowMode::kUpdate);
+  nb::class_<FlowSpec>(m, "FlowSpec")
+      .def(
+          "__init__",
+          [](FlowSpec* self, uint16_t id, FlowMode mode, const std::vector<DType>& dtypes,
+             const std::vector<uint64_t>& elements, const std::vector<std::vector<uint64_t>>& partitions) {
+            FlowSpec spec;
+            spec.id = id;
+            spec.mode = mode;
+            for (size_t i = 0; i < dtypes.size() && i < elements.size(); ++i) {
+              spec.leaves.push_back({dtypes[i], elements[i]});
+            }
+            for (const std::vector<uint64_t>& p : partitions) {
+              if (p.size() != 4) throw nb::value_error("a partition is (leaf, server, begin, elements)");
+              spec.partitions.push_back({static_cast<uint32_t>(p[0]), static_cast<uint32_t>(p[1]), p[2], p[3]});
+            }
+            new (self) FlowSpec(std::move(spec));
+          },
+          nb::arg("id"), nb::arg("mode"), nb::arg("dtypes"), nb::arg("elements"), nb::arg("partitions"))
+      .def_ro("id", &FlowSpec::id);
+  m.attr("DEFAULT_SPIN_US") = kDefaultSpinUs;
+  m.attr("PROTOCOL_VERSION") = static_cast<int>(wire::kProtocolVersion);
+  m.attr("TOKEN_BYTES") = static_cast<int>(fabric::Hello::kTokenBytes);
+  m.def("stage_name", [](int stage) { return std::string(stage_name(static_cast<Stage>(stage))); });
+}
+
+void bind_worker(nb::module_& m) {
+  nb::enum_<OperationKind>(m, "OperationKind")
+      .value("EXCHANGE", OperationKind::kExchange)
+      .value("PUSH", OperationKind::kPush)
+      .value("PULL", OperationKind::kPull)
+      .value("INIT", OperationKind::kInit)
+      .value("FETCH", OperationKind::kFetch);
+  nb::class_<Pending>(m, "Pending")
+      .def_ro("server", &Pending::server)
+      .def_ro("flow", &Pending::flow)
+      .def_ro("step", &Pending::step)
+      .def_ro("partition", &Pending::partition)
+      .def_prop_ro("stage", [](const Pending& p) { return std::string(stage_name(p.stage)); })
+      .def_ro("seconds", &Pending::seconds);
+  nb::class_<WorkerStats>(m, "WorkerStats")
+      .def_ro("bytes_pushed", &WorkerStats::bytes_pushed)
+      .def_ro("bytes_pulled", &WorkerStats::bytes_pulled)
+      .def_ro("steps", &WorkerStats::steps)
+      .def_ro("gradients_accepted", &WorkerStats::gradients_accepted)
+      .def_ro("gradients_dropped", &WorkerStats::gradients_dropped)
+      .def_ro("last_step", &WorkerStats::last_step);
+  nb::class_<WorkerEngine>(m, "WorkerEngine")
+      .def_static(
+          "create",
+          [](uint32_t worker, std::string job, uint64_t incarnation, int spin_us) {
+            WorkerOptions options;
+            options.worker = worker;
+            options.job = std::move(job);
+            options.incarnation = incarnation;
+            options.spin_us = spin_us;
+            return to_variant(WorkerEngine::create(std::move(options)));
+          },
+          nb::arg("worker"), nb::arg("job"), nb::arg("incarnation"), nb::arg("spin_us") = 0)
+      .def(
+          "connect",
+          [](WorkerEngine& self, const std::vector<std::string>& addresses, const std::vector<nb::bytes>& tokens,
+             int timeout_ms) {
+            std::vector<ServerAddress> servers;
+            for (size_t i = 0; i < addresses.size() && i < tokens.size(); ++i) {
+              servers.push_back({addresses[i], to_vector(tokens[i])});
+            }
+            nb::gil_scoped_release unlocked;
+            return self.connect(servers, timeout_ms);
+          },
+          nb::arg("addresses"), nb::arg("tokens"), nb::arg("timeout_ms"))
+      .def("add_flow", &WorkerEngine::add_flow, nb::arg("spec"), Unlocked())
+      .def("run_operation", &run_operation, nb::arg("kind"), nb::arg("flow"), nb::arg("step"), nb::arg("sources"),
+           nb::arg("targets"), nb::arg("spec"))
+      .def("fail", &WorkerEngine::fail, nb::arg("why"), Unlocked())
+      .def("interrupt", &WorkerEngine::interrupt, Unlocked())
+      .def("in_flight", &WorkerEngine::in_flight, Unlocked())
+      .def("pending", &WorkerEngine::pending, nb::arg("limit") = 16, Unlocked())
+      .def("stats", &WorkerEngine::stats, Unlocked())
+      .def("records", [](const WorkerEngine& self) { return to_bytes(self.records()); })
+      .def_prop_ro("transport", [](const WorkerEngine& self) { return std::string(self.transport()); })
+      .def_prop_ro("status", &WorkerEngine::status)
+      .def("wait_failure", &WorkerEngine::wait_failure, nb::arg("timeout_ms") = -1, Unlocked())
+      .def("close", &WorkerEngine::close, Unlocked());
+  m.def("register_session", &ffi::register_session, nb::arg("session"), nb::arg("engine"), Unlocked());
+  m.def("forget_session", &ffi::forget_session, nb::arg("session"), Unlocked());
+  m.def("cpu_handler", [] { return nb::capsule(ffi::cpu_handler()); });
+}
+
+/// A leaf's piece as bytes; the view keeps the engine alive.
+std::variant<Bytes, Status> view(nb::handle engine, Result<LeafShard> shard) {
+  if (!shard.ok()) return shard.status();
+  const LeafShard& piece = shard.value();
+  const size_t bytes = piece.elements * dtype_bytes(piece.dtype);
+  return Bytes(piece.data, {bytes}, engine);
+}
+
+void bind_server(nb::module_& m) {
+  nb::class_<ServerEvent> event(m, "ServerEvent");
+  nb::enum_<ServerEvent::Kind>(event, "Kind")
+      .value("NONE", ServerEvent::Kind::kNone)
+      .value("INITIALISED", ServerEvent::Kind::kInitialised)
+      .value("STEP_READY", ServerEvent::Kind::kStepReady)
+      .value("WORKER_LOST", ServerEvent::Kind::kWorkerLost)
+      .value("VIOLATION", ServerEvent::Kind::kViolation)
+      .value("STRANDED", ServerEvent::Kind::kStranded)
+      .value("WOKEN", ServerEvent::Kind::kWoken)
+      .value("CLOSED", ServerEvent::Kind::kClosed);
+  event.def_ro("kind", &ServerEvent::kind)
+      .def_ro("flow", &ServerEvent::flow)
+      .def_ro("step", &ServerEvent::step)
+      .def_ro("worker", &ServerEvent::worker)
+      .def_ro("text", &ServerEvent::text);
+  nb::class_<ServerStats>(m, "ServerStats")
+      .def_ro("bytes_pushed", &ServerStats::bytes_pushed)
+      .def_ro("bytes_pulled", &ServerStats::bytes_pulled)
+      .def_ro("steps", &ServerStats::steps)
+      .def_ro("accepted", &ServerStats::accepted)
+      .def_ro("dropped", &ServerStats::dropped)
+      .def_ro("duplicates", &ServerStats::duplicates)
+      .def_ro("refused", &ServerStats::refused);
+  nb::class_<ServerEngine>(m, "ServerEngine")
+      .def_static(
+          "create",
+          [](uint32_t server, uint32_t servers, uint32_t workers, std::string job, std::string listen,
+             size_t partition_bytes, uint32_t slots_per_worker, uint32_t reduce_threads, bool ordered, int spin_us) {
+            ServerOptions options;
+            options.server = server;
+            options.servers = servers;
+            options.workers = workers;
+            options.job = std::move(job);
+            options.listen = std::move(listen);
+            options.partition_bytes = partition_bytes;
+            options.slots_per_worker = slots_per_worker;
+            options.reduce_threads = reduce_threads;
+            options.ordered = ordered;
+            options.spin_us = spin_us;
+            return to_variant(ServerEngine::create(std::move(options)));
+          },
+          nb::arg("server"), nb::arg("servers"), nb::arg("workers"), nb::arg("job"), nb::arg("listen"),
+          nb::arg("partition_bytes"), nb::arg("slots_per_worker") = 16, nb::arg("reduce_threads") = 2,
+          nb::arg("ordered") = false, nb::arg("spin_us") = 0)
+      .def_prop_ro("address", &ServerEngine::address)
+      .def(
+          "admit",
+          [](ServerEngine& self, uint32_t worker, uint64_t incarnation, const nb::bytes& token) {
+            return self.admit(worker, incarnation, to_vector(token));
+          },
+          nb::arg("worker"), nb::arg("incarnation"), nb::arg("token"))
+      .def("add_flow", &ServerEngine::add_flow, nb::arg("spec"), Unlocked())
+      .def("wait_event", &ServerEngine::wait_event, nb::arg("timeout_ms") = -1, Unlocked())
+      .def("wake", &ServerEngine::wake, Unlocked())
+      .def("gradient",
+           [](nb::handle_t<ServerEngine> self, uint16_t flow, uint32_t leaf) {
+             return view(self, nb::cast<ServerEngine&>(self).gradient(flow, leaf));
+           },
+           nb::arg("flow"), nb::arg("leaf"))
+      .def("parameters",
+           [](nb::handle_t<ServerEngine> self, uint16_t flow, uint32_t leaf) {
+             return view(self, nb::cast<ServerEngine&>(self).parameters(flow, leaf));
+           },
+           nb::arg("flow"), nb::arg("leaf"))
+      .def("publish", &ServerEngine::publish, nb::arg("flow"), nb::arg("step"), Unlocked())
+      .def("mark_left", &ServerEngine::mark_left, nb::arg("worker"), Unlocked())
+      .def("stats", &ServerEngine::stats, Unlocked())
+      .def("records", [](const ServerEngine& self) { return to_bytes(self.records()); })
+      .def_prop_ro("transport", [](const ServerEngine& self) { return std::string(self.transport()); })
+      .def("close", &ServerEngine::close, Unlocked());
+}
+
+}  // namespace
+}  // namespace jaxrdma
+
+NB_MODULE(_native, m) {
+  m.doc() = "The native engines of jaxrdma. Not a public interface.";
+  jaxrdma::bind_common(m);
+  jaxrdma::bind_worker(m);
+  jaxrdma::bind_server(m);
+}
