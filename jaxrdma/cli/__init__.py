@@ -1,0 +1,81 @@
+"""The command `jaxrdma`: one small module per subcommand, imported only when it is asked for.
+
+A module of a subcommand has `DESCRIPTION`, `EPILOG`, `add_arguments(parser)` and `run(args) -> int`.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrdma.errors import ConfigError, JaxRdmaError
+
+# name: (module, one line of help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "launch": ("jaxrdma.cli.launch", "start servers and workers of a script on this machine"),
+    "coordinator": ("jaxrdma.cli.coordinator", "run the coordinator of a job by hand"),
+    "server": ("jaxrdma.cli.server", "run one server of a job by hand"),
+}
+
+EXIT_CODES = """exit codes:
+  0      the job ended in good order
+  1      it failed; the last line of output says who failed first, and why
+  2      the arguments or the environment are wrong
+  128+n  ended by signal n, e.g. 130 on Ctrl-C"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand named first in `argv`, and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Only the module that is needed is imported: a launcher must not wait for what a server needs.
+    wanted = next((a for a in arguments if not a.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        prog="jaxrdma",
+        description="Parameter-server training for JAX.",
+        epilog=f"`jaxrdma COMMAND --help` shows examples.\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    module: Any = None
+    for name, (path, text) in COMMANDS.items():
+        if name != wanted:
+            commands.add_parser(name, help=text)
+            continue
+        module = importlib.import_module(path)
+        chosen = commands.add_parser(
+            name,
+            help=text,
+            description=module.DESCRIPTION,
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(chosen)
+    args = parser.parse_args(arguments)
+    try:
+        return module.run(args)
+    except ConfigError as error:
+        print(f"jaxrdma {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except JaxRdmaError as error:
+        print(f"jaxrdma {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def read_secret(path: str | None) -> str | None:
+    """The secret in the file `path`, without the white space around it; None without a path.
+
+    **Raises:** `ConfigError` if it cannot be read or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"secret file {path}: {error}") from None
+    if not secret:
+        raise ConfigError(f"secret file {path} is empty")
+    return secret

@@ -1,0 +1,50 @@
+"""`jaxrdma server`: run one server of a job by hand."""
+
+import argparse
+
+from jaxrdma.cli import EXIT_CODES, read_secret
+from jaxrdma.cluster import ClusterSpec, check_listen
+
+DESCRIPTION = "Run one server of a job. It ends when the job does."
+EPILOG = f"""examples:
+  jaxrdma server --coordinator 127.0.0.1:7000 --index 0 --num-workers 2 --num-servers 1
+  JAXRDMA_SECRET=... jaxrdma server --coordinator 10.0.0.1:7000 --index 3 --num-workers 8 --num-servers 4 \\
+      --listen 10.0.0.4:0
+
+What is not given is read from JAXRDMA_COORDINATOR, JAXRDMA_INDEX and so on, or from TF_CONFIG. The secret comes from
+JAXRDMA_SECRET or a file, never from the command line, which others can read. Beyond loopback it must be there.
+
+{EXIT_CODES}"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `jaxrdma server`."""
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens")
+    parser.add_argument("--index", type=int, metavar="I", help="which server this is, from 0")
+    parser.add_argument("--num-workers", type=int, metavar="W", help="how many workers the job has")
+    parser.add_argument("--num-servers", type=int, metavar="S", help="how many servers the job has")
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="for the workers' data; default: %(default)s",
+    )
+    parser.add_argument("--job", help="the job's name")
+    parser.add_argument("--secret-file", metavar="FILE", help="a file with the job's secret")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve, until the job is over."""
+    spec = ClusterSpec.from_environment(
+        role="server",
+        coordinator=args.coordinator,
+        index=args.index,
+        num_workers=args.num_workers,
+        num_servers=args.num_servers,
+        job=args.job,
+        secret=read_secret(args.secret_file),
+    )
+    check_listen(args.listen, spec.secret)
+    from jaxrdma.server import run_server  # after the checks: it imports JAX
+
+    return run_server(spec, args.listen)

@@ -1,0 +1,304 @@
+"""What one process knows of its cluster: `ClusterSpec`, and the environments it is read from."""
+
+import difflib
+import ipaddress
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+from jaxrdma.errors import ConfigError
+
+ROLES = ("worker", "server")
+TRANSPORTS = ("auto", "tcp")
+
+_PREFIX = "JAXRDMA_"
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The cluster as one of its processes sees it. Checked when made; every field has an environment variable.
+
+    **Arguments:**
+
+    - `coordinator`: "host:port" at which the coordinator listens.
+    - `role`, `index`: who this process is; indices count from 0 within a role.
+    - `num_workers`, `num_servers`: the size of the job.
+    - `secret`: shared by the processes of a job. May be empty on loopback only.
+    - `job`: the job's name, so that two jobs never mix.
+    - `transport`: "auto" or "tcp".
+    - `connect_timeout`: seconds until a start-up that is not complete is an error.
+    - `heartbeat_timeout`: seconds of silence after which a process counts as lost.
+    - `partition_bytes`: upper bound of a partition.
+    - `ordered`: sum gradients in the order of the workers, for the same bits on every run.
+    - `spin_us`: how long a progress thread polls before it sleeps, in microseconds. `None`: the engine's own choice.
+    """
+
+    coordinator: str
+    role: str
+    index: int
+    num_workers: int
+    num_servers: int
+    secret: str = field(default="", repr=False)
+    job: str = "jaxrdma"
+    transport: str = "auto"
+    connect_timeout: float = 300.0
+    heartbeat_timeout: float = 12.0
+    partition_bytes: int = 1 << 20
+    ordered: bool = False
+    spin_us: int | None = None
+
+    def __post_init__(self) -> None:
+        _, port = parse_address(self.coordinator, "coordinator")
+        if port == 0:
+            raise ConfigError(f"coordinator {self.coordinator!r}: port 0 is nobody's address")
+        if self.role not in ROLES:
+            raise ConfigError(
+                f"role {self.role!r} is neither of {', '.join(ROLES)}{_nearest(self.role, ROLES)}"
+            )
+        _at_least("num_workers", self.num_workers, 1)
+        _at_least("num_servers", self.num_servers, 1)
+        count = self.num_workers if self.role == "worker" else self.num_servers
+        if not 0 <= self.index < count:
+            raise ConfigError(
+                f"index {self.index} of a {self.role} in a job of {count} {self.role}s: "
+                f"expected 0 to {count - 1}. Set JAXRDMA_INDEX or JAXRDMA_NUM_{self.role.upper()}S."
+            )
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(
+                f"transport {self.transport!r} is not there: expected one of {', '.join(TRANSPORTS)}"
+                f"{_nearest(self.transport, TRANSPORTS)}"
+            )
+        if not self.job or len(self.job.encode()) > 64:
+            raise ConfigError(f"job {self.job!r}: expected a name of 1 to 64 bytes")
+        for name in ("connect_timeout", "heartbeat_timeout"):
+            value: float = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{name} is {value}: expected a number of seconds above 0")
+        _at_least("partition_bytes", self.partition_bytes, 64)
+        if self.spin_us is not None:
+            _at_least("spin_us", self.spin_us, 0)
+
+    @classmethod
+    def from_environment(
+        cls, env: Mapping[str, str] | None = None, **overrides: Any
+    ) -> "ClusterSpec":
+        """The cluster as the environment describes it.
+
+        `JAXRDMA_*` goes before `TF_CONFIG`, and `overrides` (fields by name; `None` means not given) before both.
+
+        **Raises:** `ConfigError`, naming every field that nobody gave, a variable that does not exist with the name
+        that was probably meant, or a value that cannot be.
+        """
+        env = os.environ if env is None else env
+        names = [f.name for f in fields(cls)]
+        for name in overrides:
+            if name not in names:
+                raise ConfigError(f"a cluster has no {name!r}{_nearest(name, names)}")
+        values = tf_config_settings(env) | jaxrdma_settings(env)
+        values |= {name: value for name, value in overrides.items() if value is not None}
+        values.setdefault("role", "worker")
+        required = ("coordinator", "index", "num_workers", "num_servers")
+        missing = [name for name in required if name not in values]
+        if missing:
+            variables = ", ".join(_PREFIX + name.upper() for name in missing)
+            raise ConfigError(
+                f"no cluster to join: {', '.join(missing)} not given. Start the script with `jaxrdma launch`, "
+                f"or set {variables}, or TF_CONFIG."
+            )
+        return cls(**values)
+
+    def to_environment(self) -> dict[str, str]:
+        """The `JAXRDMA_*` variables from which `from_environment` makes this spec again."""
+        texts: dict[str, str] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None or (f.name == "secret" and not value):
+                continue
+            texts[_PREFIX + f.name.upper()] = (
+                str(int(value)) if isinstance(value, bool) else str(value)
+            )
+        return texts
+
+    def shared_settings(self) -> dict[str, int | bool]:
+        """The settings that must be equal in every process of a job; compared by the coordinator."""
+        return {
+            "num_workers": self.num_workers,
+            "num_servers": self.num_servers,
+            "partition_bytes": self.partition_bytes,
+            "ordered": self.ordered,
+        }
+
+
+def jaxrdma_settings(env: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a `ClusterSpec` given as `JAXRDMA_*`. An empty value means not given.
+
+    **Raises:** `ConfigError` on a name that does not exist or a value that cannot be read.
+    """
+    settings: dict[str, Any] = {}
+    for variable in sorted(env):
+        if not variable.startswith(_PREFIX):
+            continue
+        name = variable.removeprefix(_PREFIX).lower()
+        if name not in _PARSERS:
+            known = [_PREFIX + n.upper() for n in _PARSERS]
+            raise ConfigError(
+                f"environment variable {variable} does not exist{_nearest(variable, known)}"
+            )
+        text = env[variable].strip()
+        if not text:
+            continue
+        parse, expected = _PARSERS[name]
+        try:
+            settings[name] = parse(text)
+        except ValueError:
+            shown = "..." if name == "secret" else repr(text)
+            raise ConfigError(f"{variable}={shown}: expected {expected}") from None
+    return settings
+
+
+def tf_config_settings(env: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a `ClusterSpec` that TensorFlow's `TF_CONFIG` gives.
+
+    `ps` tasks are servers; a `chief` (or `master`) is worker 0 and the `worker` tasks follow it. Only the number of
+    `ps` and `worker` addresses counts: workers do not listen, and servers report their data address themselves. The
+    coordinator is at the address of the `coordinator` entry if there is one, else at the first `ps` address.
+
+    **Raises:** `ConfigError` if it cannot be read, an index is beyond its list, or an address stands there twice.
+    """
+    text = env.get("TF_CONFIG", "").strip()
+    if not text:
+        return {}
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"TF_CONFIG is not JSON: {error}") from None
+    cluster = cast(Any, config).get("cluster") if isinstance(config, dict) else None
+    if not isinstance(cluster, dict):
+        raise ConfigError(
+            'TF_CONFIG has no "cluster": expected {"cluster": {"ps": [...], "worker": [...]}, ...}'
+        )
+    addresses: dict[str, list[str]] = {}
+    claimants: dict[str, str] = {}
+    for kind, listed in cast(dict[str, Any], cluster).items():
+        if kind not in ("ps", "worker", "chief", "master", "evaluator", "coordinator"):
+            kinds = ("ps", "worker", "chief", "coordinator")
+            raise ConfigError(f"TF_CONFIG names tasks of type {kind!r}{_nearest(kind, kinds)}")
+        if not isinstance(listed, list):
+            raise ConfigError(
+                f"TF_CONFIG, cluster.{kind}: expected a list of addresses, not {listed!r}"
+            )
+        addresses[kind] = [str(a) for a in cast(list[Any], listed)]
+        for i, address in enumerate(addresses[kind]):
+            parse_address(address, f"TF_CONFIG, {kind} {i}")
+            claimant = f"{kind} {i}"
+            if address in claimants:
+                raise ConfigError(
+                    f"TF_CONFIG gives {address} to both {claimants[address]} and {claimant}"
+                )
+            claimants[address] = claimant
+    chiefs = addresses.get("chief", []) + addresses.get("master", [])
+    servers = addresses.get("ps", [])
+    if not servers:
+        raise ConfigError('TF_CONFIG has no "ps": expected the address of at least one server')
+    settings: dict[str, Any] = {
+        "coordinator": (addresses.get("coordinator") or servers)[0],
+        "num_workers": len(chiefs) + len(addresses.get("worker", [])),
+        "num_servers": len(servers),
+    }
+    task: Any = cast(dict[str, Any], config).get("task")
+    if task is None:
+        return settings
+    kind = cast(Any, task).get("type") if isinstance(task, dict) else None
+    index = cast(Any, task).get("index") if isinstance(task, dict) else None
+    if kind not in ("ps", "worker", "chief", "master") or not isinstance(index, int):
+        raise ConfigError(
+            f'TF_CONFIG, task: expected {{"type": "worker" or "ps" or "chief", "index": number}}, not {task!r}'
+        )
+    listed = addresses.get(kind, [])
+    if not 0 <= index < len(listed):
+        raise ConfigError(
+            f"TF_CONFIG, task: there is no {kind} {index} among the {len(listed)} addresses of {kind}"
+        )
+    settings["role"] = "server" if kind == "ps" else "worker"
+    settings["index"] = index + (len(chiefs) if kind == "worker" else 0)
+    return settings
+
+
+def parse_address(address: str, what: str = "address") -> tuple[str, int]:
+    """Host and port of "host:port" or "[ipv6]:port".
+
+    **Raises:** `ConfigError`, beginning with `what`.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if not colon or not host or (":" in host and not bracketed):
+        raise ConfigError(f"{what} {address!r}: expected host:port, or [host]:port for IPv6")
+    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ConfigError(f"{what} {address!r}: expected a port of 0 to 65535, not {port!r}")
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """The text `parse_address` reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. A name other than localhost is not trusted to be loopback."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_listen(listen: str, secret: str) -> None:
+    """Refuse an address that others can reach while there is no secret to keep them out.
+
+    **Raises:** `ConfigError`.
+    """
+    host, _ = parse_address(listen, "listen address")
+    if not secret and not is_loopback(host):
+        raise ConfigError(
+            f"listening at {listen} lets other machines in, and there is no secret to keep strangers out: "
+            "set JAXRDMA_SECRET, or --secret-file, alike on every process."
+        )
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true"):
+        raise ValueError(text)
+    return text.lower() in ("1", "true")
+
+
+_WHOLE = "a whole number"
+_SECONDS = "a number of seconds"
+_PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "coordinator": (str, "host:port"),
+    "role": (str, "worker or server"),
+    "index": (int, _WHOLE),
+    "num_workers": (int, _WHOLE),
+    "num_servers": (int, _WHOLE),
+    "secret": (str, "a text"),
+    "job": (str, "a name"),
+    "transport": (str, "auto or tcp"),
+    "connect_timeout": (float, _SECONDS),
+    "heartbeat_timeout": (float, _SECONDS),
+    "partition_bytes": (int, _WHOLE),
+    "ordered": (_flag, "0 or 1"),
+    "spin_us": (int, _WHOLE),
+}
+
+
+def _nearest(name: str, known: "tuple[str, ...] | list[str]") -> str:
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else f"; there are {', '.join(known)}"
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is {value}: expected at least {least}")

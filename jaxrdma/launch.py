@@ -1,0 +1,610 @@
+"""Start a job on this machine, carry its output, and leave nothing behind.
+
+One thread, one loop: pipes of the children, their deaths (pidfd), signals, and a schedule of what is due when. A warden
+process, forked first, kills everything if the launcher itself is killed.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import secrets
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, cast
+
+from jaxrdma.cluster import ClusterSpec
+
+FAILURE_SECONDS = 5.0  # for the others to raise their own error, after the first failure
+ENDING_SECONDS = 10.0  # for servers and coordinator to end, after the last worker
+INTERRUPT_SECONDS = 1.5  # for the workers to heed a forwarded signal
+KILL_SECONDS = 1.0  # between SIGTERM and SIGKILL
+_START_SECONDS = 30.0  # for the coordinator to report its port
+_DRAIN_SECONDS = 0.2  # for the last output of a process that has ended
+_PR_SET_PDEATHSIG = 1
+_MAX_LINE_BYTES = 1 << 16
+_ROLE_COLOURS = {"coordinator": 35, "server": 33, "worker": 36}
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What to start.
+
+    - `servers`, `workers`: how many of each.
+    - `command`: what a worker's interpreter is given: `script.py args...` or `-m module args...`.
+    - `settings`: fields of `ClusterSpec` that differ from their defaults.
+    """
+
+    servers: int
+    workers: int
+    command: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def launch(plan: LaunchPlan) -> int:
+    """Run a job on this machine, to its end.
+
+    **Returns:** the exit code: 0; that of the process that failed first; or 128+n if signal n came.
+
+    **Raises:** `ConfigError` if `plan` cannot be.
+    """
+    # Whatever cannot be is found before anything runs.
+    ClusterSpec("127.0.0.1:1", "worker", 0, plan.workers, plan.servers, **plan.settings)
+    with _Warden() as warden:
+        return _Launcher(plan, warden).run()
+
+
+def worker_environment(env: Mapping[str, str], spec: ClusterSpec) -> dict[str, str]:
+    """The environment of a worker of `spec`.
+
+    Several programs of a worker may wait for the network at once, each on a thread of XLA's pool, which has as many
+    as the machine has cores: PJRT_NPROC makes it large enough on small machines.
+    """
+    return _environment(env, spec) | {"PJRT_NPROC": env.get("PJRT_NPROC") or "8"}
+
+
+def server_environment(env: Mapping[str, str], spec: ClusterSpec) -> dict[str, str]:
+    """The environment of a server of `spec`: it computes on the CPU and must not take memory of a GPU."""
+    return _environment(env, spec) | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _environment(env: Mapping[str, str], spec: ClusterSpec | None) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in env.items()
+        if not name.startswith("JAXRDMA_") and name != "TF_CONFIG"
+    }
+    kept.setdefault(
+        "PYTHONUNBUFFERED", "1"
+    )  # output goes through a pipe and should still come at once
+    return kept if spec is None else kept | spec.to_environment()
+
+
+class Lines:
+    """Cuts one stream into lines. What follows a carriage return replaces what came before it on the line."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes, without their ends."""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        self._buffer = _overwritten(self._buffer)
+        if len(self._buffer) > _MAX_LINE_BYTES:
+            lines.append(self._buffer)
+            self._buffer = b""
+        return [_overwritten(line).rstrip(b"\r") for line in lines]
+
+    @property
+    def unfinished(self) -> bytes:
+        """What stands on the line that has no end yet."""
+        return self._buffer.rstrip(b"\r")
+
+
+def _overwritten(line: bytes) -> bytes:
+    body = line.rstrip(b"\r")
+    return body.rpartition(b"\r")[2] + (b"\r" if len(body) < len(line) else b"")
+
+
+class Screen:
+    """Writes whole lines to standard output and error, and keeps one progress bar below them on a terminal."""
+
+    def __init__(self, out: int, err: int, ready: Callable[[int], bool]) -> None:
+        self._fds = {"out": out, "err": err}
+        self._terminal = {name: os.isatty(fd) for name, fd in self._fds.items()}
+        self._ready = ready
+        self._bar: tuple[str, bytes] | None = None
+        self._broken: set[str] = set()
+        self._colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def prefix(self, name: str, width: int, target: str) -> bytes:
+        """What stands before every line of the process `name`."""
+        if not (self._terminal[target] and self._colour):
+            return f"{name:<{width}} | ".encode()
+        return f"\x1b[{_ROLE_COLOURS.get(name.partition(' ')[0], 0)}m{name:<{width}} |\x1b[0m ".encode()
+
+    def line(self, target: str, line: bytes) -> None:
+        """One line, above the bar."""
+        bar = self._bar
+        if bar is not None:
+            self._write(bar[0], b"\r\x1b[K")
+        self._write(target, line + b"\n")
+        if bar is not None:
+            self._draw(bar)
+
+    def bar(self, target: str, text: bytes) -> None:
+        """Replace the bar by `text`; no bar if that is empty. Nothing happens where there is no terminal."""
+        if not self._terminal[target]:
+            return
+        if self._bar is not None and (not text or self._bar[0] != target):
+            self._write(self._bar[0], b"\r\x1b[K")
+        self._bar = (target, text) if text else None
+        if self._bar is not None:
+            self._draw(self._bar)
+
+    def _draw(self, bar: tuple[str, bytes]) -> None:
+        target, text = bar
+        try:
+            columns = os.get_terminal_size(self._fds[target]).columns or 80
+        except OSError:
+            columns = 80
+        self._write(target, b"\r\x1b[K" + _cut(text.decode(errors="replace"), columns - 1).encode())
+
+    def _write(self, target: str, data: bytes) -> None:
+        fd = self._fds[target]
+        while data and target not in self._broken and self._ready(fd):
+            # A descriptor that is ready takes this much without blocking, and a launcher that blocks hears no signal.
+            try:
+                data = data[os.write(fd, data[: select.PIPE_BUF]) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                self._broken.add(target)  # nobody reads any more; the job goes on
+
+
+def _cut(text: str, columns: int) -> str:
+    """The first `columns` visible characters of `text`."""
+    out: list[str] = []
+    for part in re.split(r"(\x1b\[[0-9;]*[A-Za-z])", text):
+        if part.startswith("\x1b["):
+            out.append(part)
+        else:
+            out.append(part[: max(0, columns)])
+            columns -= len(part)
+    return "".join(out)
+
+
+class _Child:
+    """One process of the job, leader of a session of its own."""
+
+    def __init__(self, name: str, process: "subprocess.Popen[bytes]") -> None:
+        self.name = name
+        self.role = name.partition(" ")[0]
+        self.process = process
+        self.pidfd = os.pidfd_open(process.pid)
+        self.code: int | None = None
+
+    def signal(self, number: int) -> None:
+        """To the process alone."""
+        if self.code is None:
+            self.process.send_signal(number)
+
+    def signal_group(self, number: int) -> None:
+        """To the process and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    @property
+    def exit_code(self) -> int:
+        code = self.code or 0
+        return 128 - code if code < 0 else code
+
+    @property
+    def end(self) -> str:
+        code = self.code or 0
+        return f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+@dataclass
+class _Stream:
+    """One output pipe of one process."""
+
+    pipe: IO[bytes]
+    target: str
+    prefix: bytes
+    live: bool  # may show a progress bar
+    lines: Lines = field(default_factory=Lines)
+
+
+class _Launcher:
+    def __init__(self, plan: LaunchPlan, warden: "_Warden") -> None:
+        self._plan = plan
+        self._warden = warden
+        self._selector = selectors.DefaultSelector()
+        self._screen = Screen(sys.stdout.fileno(), sys.stderr.fileno(), self._writable)
+        self._children: list[_Child] = []
+        self._streams: list[_Stream] = []
+        self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._running = 0
+        self._schedule: list[tuple[float, Callable[[], None]]] = []
+        self._first: _Child | None = None  # the first to fail
+        self._cause: dict[str, Any] | None = None  # as the coordinator told it
+        self._complaint: str | None = None  # why the job failed, if by no process of its own doing
+        self._interrupt: int | None = None  # the signal that ends the job
+        self._ending = False
+        self._stopping = False
+        self._killed = False
+        self._report = b""
+        self._abandoned = False
+        settings = dict[str, Any](
+            secret=secrets.token_hex(16), job=f"job-{secrets.token_hex(4)}", **plan.settings
+        )
+        self._spec = ClusterSpec("127.0.0.1:1", "worker", 0, plan.workers, plan.servers, **settings)
+        longest = max(plan.servers, plan.workers) - 1
+        self._width = max(len("coordinator"), len(f"worker {longest}"))
+
+    def run(self) -> int:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # The handlers do nothing: the numbers arrive in the pipe, and the loop acts on them.
+        old = {n: signal.signal(n, lambda *_: None) for n in numbers}
+        old_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._signals)
+        try:
+            self._start_coordinator()
+            while self._running and not self._abandoned:
+                self._turn()
+        finally:
+            # First of all, on any way out: nothing may be left.
+            kill_sessions(c.process.pid for c in self._children)
+            for child in self._children:
+                if child.code is None and not self._abandoned:
+                    child.process.wait()
+            signal.set_wakeup_fd(old_wakeup)
+            for number, handler in old.items():
+                signal.signal(number, handler)
+        return self._verdict()
+
+    # --- starting ---
+
+    def _start_coordinator(self) -> None:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(reading, False)
+        arguments = ["--listen", "127.0.0.1:0", "--report-fd", str(writing)]
+        # Of the cluster's variables it needs only those that are not about one process.
+        env = self._spec.to_environment()
+        for name in ("JAXRDMA_COORDINATOR", "JAXRDMA_ROLE", "JAXRDMA_INDEX"):
+            del env[name]
+        command = [sys.executable, "-P", "-m", "jaxrdma", "coordinator", *arguments]
+        try:
+            self._start(
+                "coordinator", command, _environment(os.environ, None) | env, keep=(writing,)
+            )
+        finally:
+            os.close(writing)
+        self._selector.register(reading, selectors.EVENT_READ, lambda: self._reported(reading))
+        self._after(_START_SECONDS, self._coordinator_is_late)
+
+    def _start_others(self, coordinator: str) -> None:
+        def spec(role: str, index: int) -> ClusterSpec:
+            return replace(self._spec, coordinator=coordinator, role=role, index=index)
+
+        for index in range(self._plan.servers):
+            command = [sys.executable, "-P", "-m", "jaxrdma", "server"]
+            self._start(
+                f"server {index}", command, server_environment(os.environ, spec("server", index))
+            )
+        for index in range(self._plan.workers):
+            command = [sys.executable, *self._plan.command]
+            self._start(
+                f"worker {index}", command, worker_environment(os.environ, spec("worker", index))
+            )
+
+    def _start(
+        self, name: str, command: list[str], env: dict[str, str], keep: tuple[int, ...] = ()
+    ) -> None:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=keep,
+            start_new_session=True,
+            # Safe: this process has one thread, and the function calls nothing but prctl and getppid.
+            preexec_fn=_die_with(os.getpid()),
+        )
+        self._warden.watch(process.pid)
+        child = _Child(name, process)
+        self._children.append(child)
+        self._running += 1
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._ended(child))
+        for target, pipe in (("out", process.stdout), ("err", process.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            stream = _Stream(
+                pipe, target, self._screen.prefix(name, self._width, target), name == "worker 0"
+            )
+            self._streams.append(stream)
+            self._selector.register(pipe, selectors.EVENT_READ, partial(self._output, stream))
+
+    # --- the loop ---
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        due = [item for item in self._schedule if item[0] <= now]
+        self._schedule = [item for item in self._schedule if item[0] > now]
+        for _, action in due:
+            action()
+        timeout = max(
+            0.0, min((at for at, _ in self._schedule), default=now + 60) - time.monotonic()
+        )
+        # Deaths last: the output of a process, and what the coordinator says of it, come before its end.
+        events = self._selector.select(timeout if not due else 0)
+        pidfds = {c.pidfd for c in self._children}
+        for key, _ in sorted(events, key=lambda event: event[0].fd in pidfds):
+            cast(Callable[[], object], key.data)()
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._schedule.append((time.monotonic() + seconds, action))
+
+    def _writable(self, fd: int) -> bool:
+        """Wait until `fd` takes output; not at all once the end must not be held up."""
+        poller = select.poll()
+        poller.register(fd, select.POLLOUT)
+        while True:
+            if poller.poll(0 if self._stopping or self._interrupt is not None else 100):
+                return True
+            if self._stopping or self._interrupt is not None:
+                return False
+            self._signals()
+
+    def _output(self, stream: _Stream) -> bool:
+        """Pass on what has come. Whether there may be more."""
+        try:
+            data = os.read(stream.pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(stream.pipe)
+            stream.pipe.close()
+            return False
+        for line in stream.lines.feed(data):
+            self._screen.line(stream.target, stream.prefix + line)
+        if stream.live:
+            text = stream.lines.unfinished
+            self._screen.bar(stream.target, stream.prefix + text if text else b"")
+        return True
+
+    def _reported(self, fd: int) -> None:
+        data = os.read(fd, 1 << 16)
+        if not data:
+            self._selector.unregister(fd)
+            os.close(fd)
+            return
+        *lines, self._report = (self._report + data).split(b"\n")
+        for line in lines:
+            fact = json.loads(line)
+            if "address" not in fact:
+                self._cause = fact
+            elif not self._stopping and self._interrupt is None:
+                self._schedule = [i for i in self._schedule if i[1] != self._coordinator_is_late]
+                self._start_others(fact["address"])
+
+    def _coordinator_is_late(self) -> None:
+        self._complaint = f"the coordinator did not open its port within {_START_SECONDS:.0f} s"
+        self._stop()
+
+    def _ended(self, child: _Child) -> None:
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        child.code = child.process.wait()
+        self._running -= 1
+        if (
+            child.code != 0
+            and self._first is None
+            and not self._stopping
+            and self._interrupt is None
+        ):
+            self._first = child
+            self._after(FAILURE_SECONDS, self._stop)
+        workers = [c for c in self._children if c.role == "worker"]
+        if workers and all(c.code is not None for c in workers):
+            if self._interrupt is not None:
+                self._stop()
+            elif self._first is None and not self._ending:
+                self._ending = True
+                self._after(ENDING_SECONDS, self._end_is_late)
+
+    def _end_is_late(self) -> None:
+        late = [c for c in self._children if c.code is None]
+        if late and self._first is None:
+            names = ", ".join(c.name for c in late)
+            self._complaint = (
+                f"{names} did not end within {ENDING_SECONDS:.0f} s of the last worker; "
+                "did every worker call jaxrdma.connect() and close its session?"
+            )
+        self._stop()
+
+    def _signals(self) -> None:
+        try:
+            numbers = os.read(self._wake, 64)
+        except BlockingIOError:
+            return
+        for number in numbers:
+            if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                continue
+            if self._interrupt is not None:
+                self._kill()
+                continue
+            self._interrupt = number
+            workers = [c for c in self._children if c.role == "worker" and c.code is None]
+            for child in workers:
+                child.signal(number)
+            self._after(INTERRUPT_SECONDS if workers else 0, self._stop)
+
+    def _stop(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        for child in self._children:
+            child.signal(signal.SIGCONT)
+            child.signal_group(signal.SIGTERM)
+        self._after(KILL_SECONDS, self._kill)
+
+    def _kill(self) -> None:
+        self._stopping = True
+        if self._killed:
+            return
+        self._killed = True
+        kill_sessions(c.process.pid for c in self._children)
+        self._after(KILL_SECONDS, self._abandon)
+
+    def _abandon(self) -> None:
+        left = [f"{c.name} (pid {c.process.pid})" for c in self._children if c.code is None]
+        self._abandoned = bool(left)
+        if left:
+            self._complaint = f"the kernel does not end {', '.join(left)}"
+
+    # --- ending ---
+
+    def _verdict(self) -> int:
+        for stream in self._streams:
+            self._drain(stream)
+        self._screen.bar("out", b"")
+        self._screen.bar("err", b"")
+        code, text = self._judge()
+        if text:
+            self._screen.line("err", f"jaxrdma: {text}".encode())
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._wakeup)
+        return code
+
+    def _drain(self, stream: _Stream) -> None:
+        """What is still in a pipe whose process has ended. A survivor of its session may hold it open: no waiting."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while not stream.pipe.closed and time.monotonic() < deadline and self._output(stream):
+            pass
+        if not stream.pipe.closed:
+            self._selector.unregister(stream.pipe)
+            stream.pipe.close()
+        if stream.lines.unfinished:
+            self._screen.bar(stream.target, b"")
+            self._screen.line(stream.target, stream.prefix + stream.lines.unfinished)
+
+    def _judge(self) -> tuple[int, str]:
+        if self._interrupt is not None:
+            return 128 + self._interrupt, f"ended by {_signal_name(self._interrupt)}"
+        why = self._cause["text"] if self._cause is not None else ""
+        first = self._first
+        if self._cause is not None and first is not None:
+            # Whoever caused the failure may have taken longer to end than those it brought down.
+            name = f"{self._cause['role']} {self._cause['index']}"
+            first = next((c for c in self._children if c.name == name and c.code), first)
+        if first is not None:
+            return first.exit_code, f"{first.name} failed first: {first.end}" + (
+                f"; {why}" if why else ""
+            )
+        if self._complaint is not None:
+            return 1, "; ".join(filter(None, (self._complaint, why)))
+        return 0, ""
+
+
+class _Warden:
+    """A process that outlives the launcher by a moment: if the launcher is killed, it kills what the launcher started.
+
+    The kernel kills the launcher's children by itself (PR_SET_PDEATHSIG), but not theirs.
+    """
+
+    def __enter__(self) -> "_Warden":
+        reading, self._writing = os.pipe2(os.O_CLOEXEC)
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.close(self._writing)
+                _guard(reading)
+            finally:
+                os._exit(0)
+        os.close(reading)
+        return self
+
+    def watch(self, pid: int) -> None:
+        """The session of `pid` must not outlive the launcher."""
+        self._tell(b"%d\n" % pid)
+
+    def __exit__(self, *_: object) -> None:
+        self._tell(b"done\n")
+        os.close(self._writing)
+        os.waitpid(self._pid, 0)
+
+    def _tell(self, line: bytes) -> None:
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # somebody killed it; the launcher can do without
+            os.write(self._writing, line)
+
+
+def _guard(reading: int) -> None:
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    data = b""
+    while chunk := os.read(reading, 4096):
+        data += chunk
+    words = data.split()
+    if b"done" not in words:
+        kill_sessions(map(int, words))
+
+
+def kill_sessions(leaders: Iterable[int]) -> None:
+    """SIGKILL every process of the sessions that `leaders` lead or led."""
+    sessions = set(leaders) - {0, os.getsid(0)}
+    for _ in range(20):  # again for those that were being forked meanwhile
+        found = [pid for pid, session in _sessions() if session in sessions]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+
+
+def _sessions() -> Iterable[tuple[int, int]]:
+    """Process id and session of every process that is not a zombie."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if fields[0] not in (b"Z", b"X"):
+            yield int(entry.name), int(fields[3])
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """To be called in a new child: the kernel kills it when the parent's thread that forked it ends."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def apply() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(137)  # it died before the call
+
+    return apply
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

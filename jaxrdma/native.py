@@ -1,0 +1,51 @@
+"""Between Python and the native module: statuses to exceptions, plans to flow specs."""
+
+from typing import TypeVar
+
+import math
+
+from jaxrdma import _native, errors
+from jaxrdma.plan import Plan
+
+T = TypeVar("T")
+
+_EXCEPTIONS: dict[_native.Code, type[errors.JaxRdmaError]] = {
+    _native.Code.INVALID_ARGUMENT: errors.ConfigError,
+    _native.Code.UNAVAILABLE: errors.TransportError,
+    _native.Code.PERMISSION_DENIED: errors.ConnectError,
+    _native.Code.PROTOCOL: errors.TransportError,
+    _native.Code.RESOURCE: errors.TransportError,
+    _native.Code.STALE: errors.StepError,
+    _native.Code.DEADLINE: errors.ConnectError,
+    _native.Code.CANCELLED: errors.CancelledError,
+    _native.Code.PEER_FAILED: errors.PeerFailedError,
+    _native.Code.INTERNAL: errors.JaxRdmaError,
+}
+
+
+def native_error(status: _native.Status) -> errors.JaxRdmaError:
+    """The exception that a failed status stands for."""
+    return _EXCEPTIONS[status.code](status.message)
+
+
+def raise_for(result: T | _native.Status) -> T:
+    """`result`, unless it is a failure.
+
+    **Raises:** the exception of the status's code.
+    """
+    if isinstance(result, _native.Status):
+        if result.ok:
+            return result  # pyright: ignore[reportReturnType]  # a call that returns nothing but its status
+        raise native_error(result)
+    return result
+
+
+def flow_spec(flow: int, mode: str, plan: Plan) -> _native.FlowSpec:
+    """The native half of `plan`."""
+    return _native.FlowSpec(
+        id=flow,
+        mode=_native.FlowMode.UPDATE if mode == "update" else _native.FlowMode.AVERAGE,
+        dtypes=[getattr(_native.DType, leaf.dtype) for leaf in plan.leaves],
+        elements=[math.prod(leaf.shape) for leaf in plan.leaves],
+        partitions=[(p.leaf, p.server, p.begin, p.elements) for p in plan.partitions],
+    )

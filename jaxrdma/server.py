@@ -1,0 +1,252 @@
+"""The server process: the native engine, the compiled update, and what the coordinator wants."""
+
+import queue
+import secrets
+import signal
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from jaxrdma import control
+from jaxrdma.cluster import ClusterSpec
+from jaxrdma.control import ControlClient, FlowAgreed, FlowReady, JobFailed, MemberLeft, Message, Shutdown
+from jaxrdma.errors import JaxRdmaError
+from jaxrdma.plan import ITEM_BYTES, Plan, agreed_plan
+from jaxrdma.signals import SignalWatch
+
+if TYPE_CHECKING:
+    from jaxrdma import _native
+    from jaxrdma.update import ServerUpdate
+
+# A worker's goodbye travels by the coordinator, the end of its data connection directly: so long may the goodbye be
+# behind before the end counts as a loss.
+_GOODBYE_SECONDS = 2.0
+
+# Landing memory of one worker is this many partitions: enough to keep the wire busy while one is summed.
+_SLOTS_PER_WORKER = 16
+
+
+def run_server(spec: ClusterSpec, listen: str) -> int:
+    """Serve one job, from its start to its end.
+
+    **Arguments:**
+
+    - `spec`: the cluster; `spec.index` is which server this is.
+    - `listen`: "host:port" for the workers' data connections; port 0 means any free one.
+
+    **Returns:** the exit code: 0 after a job that ended in good order, 1 after a failed one, 130 after Ctrl-C, 143 after
+    SIGTERM. What went wrong is printed.
+    """
+    try:
+        with _Server(spec, listen) as server:
+            return server.run()
+    except JaxRdmaError as error:
+        control.say_on_stderr(f"server {spec.index}: {type(error).__name__}: {error}")
+        return 1
+
+
+class _Server:
+    def __init__(self, spec: ClusterSpec, listen: str) -> None:
+        from jaxrdma import _native
+        from jaxrdma.native import raise_for
+
+        self._native = _native
+        self._spec = spec
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._plans: dict[int, Plan] = {}
+        self._updates: dict[int, ServerUpdate] = {}
+        self._suspects: dict[int, tuple[float, str]] = {}  # worker -> when its connection ended, and what it was
+        self._left: set[int] = set()
+        self._signal = 0
+        self._step = -1
+        incarnation = secrets.randbits(63)
+        self._engine: _native.ServerEngine = raise_for(
+            _native.ServerEngine.create(
+                server=spec.index,
+                servers=spec.num_servers,
+                workers=spec.num_workers,
+                job=spec.job,
+                listen=listen,
+                partition_bytes=spec.partition_bytes,
+                slots_per_worker=_SLOTS_PER_WORKER,
+                ordered=spec.ordered,
+                spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
+            )
+        )
+        self._client = ControlClient(
+            spec,
+            "server",
+            spec.index,
+            incarnation,
+            data_address=self._engine.address,
+            on_message=self._on_message,
+            progress=lambda: (self._step, "serving"),
+        )
+        self._watch = SignalWatch(self._on_signal)
+
+    def __enter__(self) -> "_Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+        self._client.close()
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # A Python handler must exist for the watch to see the signal.
+            signal.signal(number, _do_nothing)
+        with self._watch:
+            # joins before anything else may fail: the others learn of failures through the client
+            roster = self._client.join()
+            (mine,) = [entry for entry in roster.servers if entry.index == self._spec.index]
+            for worker in roster.workers:
+                status = self._engine.admit(worker.index, worker.incarnation, mine.tokens[worker.index])
+                if not status.ok:
+                    return self._fail("raised", f"cannot admit worker {worker.index}: {status.message}")
+            self._client.send(control.Admitting())
+            while True:
+                try:
+                    code = self._turn()
+                except JaxRdmaError as error:
+                    return self._fail("raised", str(error))
+                except Exception as error:  # whatever an update raises is for every process to know
+                    return self._fail("raised", f"{type(error).__name__}: {error}")
+                if code is not None:
+                    return code
+
+    # --- one turn of the loop: whatever happened first ---
+
+    def _turn(self) -> int | None:
+        event = self._engine.wait_event(self._timeout_ms())
+        if self._signal:
+            self._client.send(
+                control.Failed("interrupted", f"ended by {signal.Signals(self._signal).name}")
+            )
+            return 128 + self._signal
+        while not self._inbox.empty():
+            code = self._handle(self._inbox.get())
+            if code is not None:
+                return code
+        kind = self._native.ServerEvent.Kind
+        match event.kind:
+            case kind.INITIALISED:
+                self._initialise(event.flow, event.step)
+            case kind.STEP_READY:
+                self._apply(event.flow, event.step)
+            case kind.WORKER_LOST:
+                if event.worker not in self._left:
+                    self._suspects[event.worker] = (time.monotonic(), event.text)
+            case kind.VIOLATION:
+                return self._fail("protocol", event.text)
+            case kind.STRANDED:
+                return self._fail("left", event.text)
+            case _:
+                pass
+        return self._report_lost()
+
+    def _timeout_ms(self) -> int:
+        if not self._suspects:
+            return -1
+        oldest = min(since for since, _ in self._suspects.values())
+        return max(1, int((oldest + _GOODBYE_SECONDS - time.monotonic()) * 1000) + 1)
+
+    def _report_lost(self) -> int | None:
+        now = time.monotonic()
+        for worker, (since, text) in list(self._suspects.items()):
+            if now - since >= _GOODBYE_SECONDS:
+                del self._suspects[worker]
+                self._client.send(control.Failed("connection", text))
+        return None
+
+    def _handle(self, message: Message) -> int | None:
+        match message:
+            case FlowAgreed():
+                self._prepare(message)
+            case MemberLeft(role="worker"):
+                self._left.add(message.index)
+                self._suspects.pop(message.index, None)
+                self._engine.mark_left(message.index)
+            case Shutdown():
+                self._summary()
+                self._client.leave(self._step)
+                return 0
+            case JobFailed() | control.FlowRejected():
+                control.say_on_stderr(f"server {self._spec.index}: the job failed: {message.text}")
+                return 1
+            case _:
+                pass
+        return None
+
+    # --- models ---
+
+    def _prepare(self, agreed: FlowAgreed) -> None:
+        from jaxrdma.native import flow_spec, raise_for
+
+        plan = agreed_plan(agreed.leaves, self._spec.num_servers, self._spec.partition_bytes, agreed.digest)
+        if agreed.mode == "update":
+            from jaxrdma.update import ServerUpdate
+
+            self._updates[agreed.flow] = ServerUpdate(agreed.program or b"")
+        self._plans[agreed.flow] = plan
+        raise_for(self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan)))
+        self._client.send(FlowReady(agreed.flow))
+
+    def _initialise(self, flow: int, step: int) -> None:
+        self._updates[flow].initialise(self._views(flow, "parameters"))
+        self._publish(flow, step)
+
+    def _apply(self, flow: int, step: int) -> None:
+        self._updates[flow].step(self._views(flow, "gradient"), self._views(flow, "parameters"))
+        self._publish(flow, step + 1)
+
+    def _publish(self, flow: int, step: int) -> None:
+        from jaxrdma.native import raise_for
+
+        raise_for(self._engine.publish(flow, step))
+        self._step = step
+
+    def _views(self, flow: int, what: str) -> list[Any]:
+        """NumPy views of this server's piece of each leaf, empty where it holds nothing of a leaf."""
+        import ml_dtypes
+        import numpy as np
+
+        from jaxrdma.native import raise_for
+
+        views: list[Any] = []
+        for index, leaf in enumerate(self._plans[flow].leaves):
+            dtype = leaf.dtype
+            if what == "gradient":
+                dtype = "float64" if ITEM_BYTES[leaf.dtype] == 8 else "float32"
+            raw = raise_for(getattr(self._engine, what)(flow, index))
+            # ml_dtypes knows bfloat16, which NumPy does not by itself.
+            views.append(raw.view(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+        return views
+
+    # --- what comes from other threads ---
+
+    def _on_message(self, message: Message) -> None:
+        self._inbox.put(message)
+        self._engine.wake()
+
+    def _on_signal(self, number: int) -> None:
+        self._signal = number
+        self._engine.wake()
+
+    # --- ending ---
+
+    def _fail(self, kind: str, text: str) -> int:
+        control.say_on_stderr(f"server {self._spec.index}: {text}")
+        self._client.send(control.Failed(kind, text))
+        return 1
+
+    def _summary(self) -> None:
+        stats = self._engine.stats()
+        accepted = ", ".join(f"worker {i}: {count}" for i, count in enumerate(stats.accepted))
+        control.say_on_stderr(
+            f"server {self._spec.index}: {stats.steps} steps; gradients accepted from {accepted}; "
+            f"{sum(stats.dropped)} dropped, {stats.duplicates} came twice"
+        )
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    del number, frame

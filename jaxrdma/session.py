@@ -1,0 +1,440 @@
+"""A worker's live connection to its cluster: `connect`, `Session`, `Stats`."""
+
+import atexit
+import itertools
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrdma import _native, control, step, trace
+from jaxrdma.cluster import ClusterSpec
+from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message
+from jaxrdma.errors import CancelledError, ConfigError, ConnectError, JaxRdmaError
+from jaxrdma.native import flow_spec, native_error, raise_for
+from jaxrdma.plan import Plan, assign_partitions, describe_leaves
+from jaxrdma.policy import SyncReplicas
+from jaxrdma.signals import SignalWatch
+from jaxrdma.step import PSState
+
+if TYPE_CHECKING:
+    import optax
+
+# A lost data connection is nearly always the echo of a dying process, of which the coordinator knows more: it is given
+# this long to say so before the connection itself is called the cause.
+_VERDICT_SECONDS = 3.0
+
+_session_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a session has done so far.
+
+    - `steps`: steps that came back.
+    - `gradients_accepted`, `gradients_dropped`: gradients of this worker that entered a mean, and that came too late.
+    - `bytes_pushed`, `bytes_pulled`: payload, in bytes.
+    - `transport`: for each server `(name, transport, why)`.
+    """
+
+    steps: int
+    gradients_accepted: int
+    gradients_dropped: int
+    bytes_pushed: int
+    bytes_pulled: int
+    transport: list[tuple[str, str, str]]
+
+
+def connect(
+    *,
+    coordinator: str | None = None,
+    index: int | None = None,
+    num_workers: int | None = None,
+    num_servers: int | None = None,
+    transport: str | None = None,
+    connect_timeout: float | None = None,
+    **settings: Any,
+) -> "Session":
+    """Join the cluster as a worker, and wait until everybody is there.
+
+    What is not given comes from the environment that `jaxrdma launch` sets (`JAXRDMA_*`), or from `TF_CONFIG`.
+
+    **Arguments:**
+
+    - `coordinator`: "host:port".
+    - `index`: which worker this is. Worker 0 is the chief: its parameters start the job.
+    - `num_workers`, `num_servers`: the size of the job, equal everywhere.
+    - `transport`: "auto" or "tcp".
+    - `connect_timeout`: seconds to wait for the others.
+    - `settings`: any other field of `ClusterSpec`.
+
+    **Returns:** the session, also a context manager that leaves the job at its end.
+
+    **Raises:** `ConfigError`, `ConnectError`, `MismatchError`, `PeerFailedError`.
+    """
+    spec = ClusterSpec.from_environment(
+        coordinator=coordinator,
+        index=index,
+        num_workers=num_workers,
+        num_servers=num_servers,
+        transport=transport,
+        connect_timeout=connect_timeout,
+        **settings,
+    )
+    if spec.role != "worker":
+        raise ConfigError(f"connect() in a process whose role is {spec.role}: only workers connect; run `jaxrdma server`")
+    return Session(spec)
+
+
+class Session:
+    """One worker's place in its job. Made by `connect`; closed by `leave`, `close`, or the end of the program.
+
+    **Attributes:** `index`, `num_workers`, `num_servers`; `id`, the small number that compiled programs hold.
+    """
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.id = next(_session_numbers)
+        self._spec = spec
+        self._flows = step.open_session(self.id)
+        self._plans: list[Plan] = []
+        self._closed = False
+        self._close_lock = threading.Lock()
+        self._verdict = threading.Event()
+        incarnation = secrets.randbits(63)
+        engine = _native.WorkerEngine.create(
+            spec.index, spec.job, incarnation, spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US
+        )
+        self._engine: _native.WorkerEngine = raise_for(engine)
+        # Before anything waits: from here on Ctrl-C must end every wait.
+        self._signals = SignalWatch(self._on_signal).start()
+        self._client = ControlClient(
+            spec, "worker", spec.index, incarnation, on_message=self._on_message, progress=self._progress
+        )
+        try:
+            self._join()
+        except BaseException as error:
+            self._abort(error)
+            raise
+        self._monitor = threading.Thread(target=self._watch_connections, name="jaxrdma-monitor", daemon=True)
+        self._monitor.start()
+        # Registered after jax was imported, so it runs before JAX's own, which would wait for the network for ever.
+        atexit.register(self._at_exit)
+
+    @property
+    def index(self) -> int:
+        """Which worker this is, from 0."""
+        return self._spec.index
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the job has."""
+        return self._spec.num_workers
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers the job has."""
+        return self._spec.num_servers
+
+    def init(
+        self,
+        params: Any,
+        update: "optax.GradientTransformation",
+        policy: SyncReplicas | None = None,
+    ) -> PSState:
+        """Agree with the other workers on a model, and start it from the chief's parameters.
+
+        Every worker calls this with a tree of the same structure, shapes and dtypes; only worker 0's values count.
+
+        **Arguments:**
+
+        - `params`: a tree of float32, bfloat16, float16 or float64 arrays.
+        - `update`: an optax transformation; it runs on the servers, each on its shard.
+        - `policy`: whose gradients form a step. Default: one of every worker.
+
+        **Returns:** the state at step 0, the same on every worker.
+
+        **Raises:** `PlanError` for a leaf that cannot be trained; `UpdateError` for an update that the servers cannot
+        run; `MismatchError`, on every process, if the workers' models differ; `PeerFailedError`.
+        """
+        from jaxrdma.update import analyse, export_update
+
+        self._check_open("init")
+        policy = policy if policy is not None else SyncReplicas()
+        leaves, treedef, arrays = describe_leaves(params)
+        analysis = analyse(update, treedef, leaves)
+        analysis.check_servers(self.num_servers)
+        plan = assign_partitions(
+            leaves, self.num_servers, self._spec.partition_bytes, analysis.whole_leaves
+        )
+        # The programs are needed once; the other workers compare what they are made from.
+        programs = export_update(analysis, plan).programs if self.index == 0 else []
+        flow, spec = self._agree(
+            leaves, treedef, plan, "update", policy, analysis.fingerprint, programs
+        )
+        host = [np.ascontiguousarray(np.asarray(array)) for array in arrays] if self.index == 0 else []
+        targets = [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
+        kind = _native.OperationKind.INIT if self.index == 0 else _native.OperationKind.FETCH
+        self._run(kind, flow, [_bytes(a) for a in host], [_bytes(a) for a in targets], spec)
+        placed = [_place(target, array) for target, array in zip(targets, arrays, strict=True)]
+        return PSState(
+            params=jax.tree.unflatten(treedef, placed), step=jnp.zeros((), jnp.int32), session=self.id, flow=flow
+        )
+
+    def average_flow(self, params: Any, known: dict[tuple[LeafSpec, ...], int]) -> int:
+        """The number of a model whose gradients are averaged only. For `average_gradients`.
+
+        Under a trace (`jax.eval_shape`, `jit` of an optimizer's init) nothing must be agreed twice: leaves that are in
+        `known` keep their number then.
+        """
+        self._check_open("average_gradients")
+        leaves, treedef, _ = describe_leaves(params)
+        key = tuple(leaves)
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+        if traced and key in known:
+            return known[key]
+        plan = assign_partitions(leaves, self.num_servers, self._spec.partition_bytes)
+        flow, _ = self._agree(leaves, treedef, plan, "average", SyncReplicas(), "", [])
+        known[key] = flow
+        return flow
+
+    def stats(self) -> Stats:
+        """Counts so far; also after `close`."""
+        stats = self._engine.stats()
+        transport = self._engine.transport
+        why = "asked for" if self._spec.transport != "auto" else "the only one in this version"
+        return Stats(
+            steps=stats.steps,
+            gradients_accepted=stats.gradients_accepted,
+            gradients_dropped=stats.gradients_dropped,
+            bytes_pushed=stats.bytes_pushed,
+            bytes_pulled=stats.bytes_pulled,
+            transport=[(f"server {i}", transport, why) for i in range(self.num_servers)],
+        )
+
+    def trace(self) -> NDArray[Any]:
+        """The flight recorder: see `jaxrdma.trace.decode`."""
+        return trace.decode(self._engine.records())
+
+    def leave(self) -> None:
+        """End this worker's part in good order: wait for what is in flight, say goodbye, close."""
+        self._close(None)
+
+    def close(self) -> None:
+        """The same as `leave`. Idempotent."""
+        self._close(None)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    # --- beginning ---
+
+    def _join(self) -> None:
+        roster = self._client.join()
+        servers = sorted(roster.servers, key=lambda entry: entry.index)
+        status = self._engine.connect(
+            [entry.address for entry in servers],
+            [entry.tokens[self.index] for entry in servers],
+            int(self._spec.connect_timeout * 1000),
+        )
+        if not status.ok:
+            raise self._first_cause(status)
+        _register_target()
+        _native.register_session(self.id, self._engine)
+
+    def _agree(
+        self,
+        leaves: list[LeafSpec],
+        treedef: Any,
+        plan: Plan,
+        mode: str,
+        policy: SyncReplicas,
+        fingerprint: str,
+        programs: list[bytes],
+    ) -> tuple[int, "_native.FlowSpec"]:
+        """Compare the model with the other workers', and make it known to the engine."""
+        flow = len(self._plans)
+        resolved = policy.resolve(self.num_workers)
+        self._client.send(
+            FlowProposal(
+                flow=flow,
+                leaves=leaves,
+                digest=plan.digest,
+                mode=mode,
+                policy=resolved.describe(),
+                update_fingerprint=fingerprint,
+                programs=programs,
+            )
+        )
+        self._client.wait(
+            lambda message: isinstance(message, FlowStart) and message.flow == flow, self._spec.connect_timeout
+        )
+        spec = flow_spec(flow, mode, plan)
+        raise_for(self._engine.add_flow(spec))
+        self._plans.append(plan)
+        calls = step.make_calls(self.id, flow, leaves, average=mode == "average")
+        self._flows[flow] = step.FlowCalls(tuple(leaves), treedef, calls)
+        return flow, spec
+
+    def _run(
+        self,
+        kind: "_native.OperationKind",
+        flow: int,
+        sources: list[NDArray[np.uint8]],
+        targets: list[NDArray[np.uint8]],
+        spec: "_native.FlowSpec",
+    ) -> None:
+        status = self._engine.run_operation(kind, flow, 0, sources, targets, spec)
+        if not status.ok:
+            raise self._first_cause(status)
+
+    # --- while it lives ---
+
+    def _progress(self) -> tuple[int, str]:
+        stats = self._engine.stats()
+        return stats.last_step, "in a step" if self._engine.in_flight() else "computing"
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, control.JobFailed | control.FlowRejected):
+            self._verdict.set()
+            self._engine.fail(_native.Status(_native.Code.PEER_FAILED, message.text))
+
+    def _on_signal(self, number: int) -> None:
+        if number in (signal.SIGINT, signal.SIGTERM) and self._engine.in_flight() > 0:
+            self._engine.interrupt()
+
+    def _watch_connections(self) -> None:
+        if not self._engine.wait_failure(-1) or self._verdict.is_set() or self._closed:
+            return
+        status = self._engine.status
+        if status.code in (_native.Code.CANCELLED, _native.Code.PEER_FAILED):
+            return
+        self._client.send(control.Failed("connection", status.message))
+        if not self._verdict.wait(_VERDICT_SECONDS):
+            self._engine.fail(status)
+
+    def _first_cause(self, status: "_native.Status") -> BaseException:
+        """The exception for a native failure, or what the control plane knows to be behind it."""
+        if status.code == _native.Code.UNAVAILABLE and self._client.failure is None:
+            self._verdict.wait(_VERDICT_SECONDS)
+        if status.code == _native.Code.CANCELLED and "interrupted" in status.message:
+            return KeyboardInterrupt()
+        return self._client.failure or native_error(status)
+
+    def _check_open(self, what: str) -> None:
+        if self._client.failure is not None:
+            raise self._client.failure
+        if self._closed:
+            raise CancelledError(f"{what} on a session that is closed")
+
+    # --- ending ---
+
+    def _abort(self, error: BaseException) -> None:
+        """Ends a session that never began."""
+        self._closed = True
+        step.close_session(self.id)
+        if self._client.failure is None:
+            self._client.send(_failed_message(error))
+        self._engine.close()
+        self._client.close()
+        self._signals.stop()
+
+    def _at_exit(self) -> None:
+        # Set by the interpreter when an exception ended the program.
+        self._close(getattr(sys, "last_value", None))
+
+    def _close(self, error: BaseException | None) -> None:
+        with self._close_lock:
+            if self._closed:
+                return
+            failed = error is not None and not _is_clean_exit(error)
+            if not failed and self._engine.status.ok:
+                self._await_programs()
+            self._closed = True
+        step.close_session(self.id)
+        last_step = self._engine.stats().last_step
+        if failed and self._client.failure is None:
+            assert error is not None
+            self._client.send(_failed_message(error))
+        if failed or not self._engine.status.ok:
+            # What still waits ends now: a program of this process must not outlive its session.
+            self._engine.fail(
+                _native.Status(_native.Code.CANCELLED, "the session was closed because this worker failed")
+            )
+            self._engine.close()
+            self._client.close()
+        else:
+            # The goodbye first: a server takes the end of a connection before it for a loss.
+            self._client.leave(last_step)
+            self._engine.close()
+        _native.forget_session(self.id)
+        self._verdict.set()
+        if threading.current_thread() is not self._monitor:
+            self._monitor.join()
+        if failed or not self._engine.status.ok:
+            _swallow_effects()
+        self._signals.stop()
+        atexit.unregister(self._at_exit)
+
+    def _await_programs(self) -> None:
+        """Waits for programs that were dispatched and not awaited, so that their pushes count."""
+        try:
+            jax.effects_barrier()
+        except jax.errors.JaxRuntimeError as problem:
+            control.say_on_stderr(f"worker {self.index}: a step that nobody waited for failed: {problem}")
+
+
+def _failed_message(error: BaseException) -> control.Failed:
+    if isinstance(error, KeyboardInterrupt):
+        return control.Failed("interrupted", "interrupted (Ctrl-C)")
+    text = str(error).strip().split("\n")[0]
+    return control.Failed("raised", f"{type(error).__name__}: {text}")
+
+
+def _is_clean_exit(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _swallow_effects() -> None:
+    """JAX reports failed programs once more at exit; they have been told already."""
+    try:
+        jax.effects_barrier()
+    except Exception:  # whatever it is, it was raised to the user before
+        return
+
+
+def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _place(values: NDArray[Any], like: Any) -> jax.Array:
+    """`values` where `like` was."""
+    if isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer):
+        return jax.device_put(values, like.sharding)
+    return jnp.asarray(values)
+
+
+_target_lock = threading.Lock()
+_target_registered = False
+
+
+def _register_target() -> None:
+    global _target_registered
+    with _target_lock:
+        if not _target_registered:
+            jax.ffi.register_ffi_target(step.TARGET, _native.cpu_handler(), platform="cpu")
+            _target_registered = True

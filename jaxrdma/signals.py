@@ -1,0 +1,67 @@
+"""Makes native waits end on a signal.
+
+Python runs signal handlers between bytecodes of the main thread; a main thread that sleeps inside XLA runs none. The
+interpreter does write a byte to the wake-up descriptor at once, though, and a thread of ours reads it.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+
+class SignalWatch:
+    """Calls `notify(signal number)` from its own thread as soon as a signal arrives. A context manager.
+
+    Only signals that have a Python handler are seen. Bytes go on to the descriptor that was set before (asyncio's, for
+    instance). Outside the main thread, where Python allows no such watch, this does nothing.
+    """
+
+    def __init__(self, notify: Callable[[int], None]) -> None:
+        self._notify = notify
+        self._thread: threading.Thread | None = None
+        self._previous = -1
+
+    def start(self) -> "SignalWatch":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="jaxrdma-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        if self._thread is None:
+            return
+        if threading.current_thread() is threading.main_thread():
+            current = signal.set_wakeup_fd(self._previous if self._previous >= 0 else -1)
+            if current not in (-1, self._writer.fileno()):
+                signal.set_wakeup_fd(current)  # somebody came after us: leave theirs
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
+        self._thread = None
+
+    def _watch(self) -> None:
+        while True:
+            received = self._reader.recv(64)
+            if not received:
+                return
+            for number in received:
+                self._notify(number)
+            if self._previous >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self._previous, received)
+
+    def __enter__(self) -> "SignalWatch":
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,283 @@
+"""The JAX side of the custom calls: `ps_step`, its halves `push` and `pull`, and `average_gradients`.
+
+What orders the calls of a program is data: each takes the step of a state and returns the next one. So a state threads
+through `jit`, `scan`, `while_loop` and donation like any other array, and a program can be cached on disk: it holds the
+small numbers of its session and flow, never a pointer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrdma.control import LeafSpec
+from jaxrdma.errors import CancelledError, MismatchError, StepError
+
+if TYPE_CHECKING:
+    import optax
+
+    from jaxrdma.session import Session
+
+TARGET = "jaxrdma_operation"
+
+# native/engine/worker.h, OperationKind
+_EXCHANGE, _PUSH, _PULL = 0, 1, 2
+
+# What a leaf's gradient may be pushed as: everything that is summed in the same precision.
+_GRADIENT_DTYPES = {
+    "float32": ("float32", "bfloat16", "float16"),
+    "bfloat16": ("float32", "bfloat16", "float16"),
+    "float16": ("float32", "bfloat16", "float16"),
+    "float64": ("float64",),
+}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["params", "step"], meta_fields=["session", "flow"]
+)
+@dataclasses.dataclass(frozen=True)
+class PSState:
+    """Parameters and their version, as every worker sees them. A pytree, with nothing hidden.
+
+    **Attributes:**
+
+    - `params`: the tree given to `Session.init`, its leaves as JAX arrays.
+    - `step`: int32 scalar, the version of `params`: 0 after `init`, one more after each `ps_step`.
+    - `session`, `flow`: small numbers that say which connection and which model; static.
+    """
+
+    params: Any
+    step: jax.Array
+    session: int
+    flow: int
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["step"], meta_fields=["session", "flow"])
+@dataclasses.dataclass(frozen=True)
+class AverageState:
+    """State of `average_gradients`: how many means were formed."""
+
+    step: jax.Array
+    session: int
+    flow: int
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["step"], meta_fields=["session", "flow"])
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """What `push` returns and `pull` takes: gradients that are under way."""
+
+    step: jax.Array
+    session: int
+    flow: int
+
+
+class Calls(NamedTuple):
+    """The compiled calls of one flow; made once, so that eager use hits JAX's own cache."""
+
+    exchange: Callable[..., Any]
+    push: Callable[..., Any]
+    pull: Callable[..., Any]
+
+
+def ps_step(state: PSState, grads: Any) -> PSState:
+    """Push gradients, wait for the update on the servers, pull the new parameters.
+
+    Call it once per step on every worker, eagerly or inside `jit`, `lax.scan`, `lax.while_loop`, `shard_map`. Donate
+    `state` to the jitted function: the parameters are then replaced in place; without donation they are copied once.
+
+    **Arguments:**
+
+    - `state`: what `Session.init` or the last `ps_step` returned.
+    - `grads`: a tree like `state.params`; each leaf of the same shape, float32, bfloat16 or float16 (float64 for a
+      float64 parameter). Sums are formed in float32 (float64), and the mean over the workers is applied.
+
+    **Returns:** the state of `state.step + 1`.
+
+    **Raises:** `MismatchError` if `grads` does not fit, naming the leaf; `CancelledError` if the session is closed;
+    `TypeError` under `vmap` or `grad`. When the program runs, `jax.errors.JaxRuntimeError` with a text that names the
+    process that failed, or says that the step is stale.
+    """
+    flow = _flow(state.session, state.flow, "ps_step")
+    params = flow.flatten("params", state.params, exact=True)
+    pushed = flow.flatten("grads", grads)
+    step, results = flow.calls.exchange(state.step, params, pushed)
+    return dataclasses.replace(state, params=flow.unflatten(results), step=step)
+
+
+def push(state: PSState, grads: Any) -> Ticket:
+    """The first half of `ps_step`: hand the gradients over and go on computing.
+
+    Returns when they are sent. The new parameters arrive meanwhile; `pull` fetches them. One push per pull.
+
+    **Arguments and errors:** those of `ps_step`.
+    """
+    flow = _flow(state.session, state.flow, "push")
+    step = flow.calls.push(state.step, flow.flatten("grads", grads))
+    return Ticket(step, state.session, state.flow)
+
+
+def pull(ticket: Ticket) -> PSState:
+    """The second half of `ps_step`: wait for the parameters that answer a `push`."""
+    flow = _flow(ticket.session, ticket.flow, "pull")
+    step, results = flow.calls.pull(ticket.step)
+    return PSState(flow.unflatten(results), step, ticket.session, ticket.flow)
+
+
+def average_gradients(session: "Session") -> "optax.GradientTransformation":
+    """An optax transformation that replaces gradients by their mean over all workers.
+
+    The servers hold no parameters; each worker applies its own update, the same on all if they started alike:
+    `optax.chain(jaxrdma.average_gradients(session), optax.adam(1e-3))`.
+
+    `init` agrees with the other workers on the leaves and so must be called on each of them, in the same order.
+
+    **Raises:** as `ps_step`; from `init` as `Session.init`.
+    """
+    import optax
+
+    flows: dict[tuple[LeafSpec, ...], int] = {}
+
+    def init(params: Any) -> AverageState:
+        flow = session.average_flow(params, flows)
+        return AverageState(jnp.zeros((), jnp.int32), session.id, flow)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AverageState]:
+        del params
+        flow = _flow(state.session, state.flow, "average_gradients")
+        step, results = flow.calls.exchange(state.step, (), flow.flatten("grads", updates, exact=True))
+        return flow.unflatten(results), dataclasses.replace(state, step=step)
+
+    # optax types states and trees as Any-like protocols that a plain function cannot spell.
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlowCalls:
+    """What a program needs of a flow: its leaves, its tree, its calls."""
+
+    leaves: tuple[LeafSpec, ...]
+    treedef: Any
+    calls: Calls
+
+    def flatten(self, what: str, tree: Any, exact: bool = False) -> tuple[Any, ...]:
+        """Leaves of `tree`, checked against the flow's. `exact`: the dtypes must be equal."""
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef != self.treedef:
+            raise MismatchError(
+                f"the tree of {what} is not that of the parameters given to init: expected {self.treedef}, got {treedef}"
+            )
+        for spec, leaf in zip(self.leaves, leaves, strict=True):
+            aval = jax.typeof(leaf)
+            shape, dtype = tuple(aval.shape), str(aval.dtype)
+            allowed = (spec.dtype,) if exact else _GRADIENT_DTYPES[spec.dtype]
+            if shape != spec.shape or dtype not in allowed:
+                name = spec.path.replace("params", what, 1)
+                raise MismatchError(
+                    f"leaf {name} is {dtype}{list(shape)}, expected {' or '.join(allowed)} of shape {list(spec.shape)}"
+                )
+        return tuple(leaves)
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: bool) -> Calls:
+    """The three calls of a flow.
+
+    In place where XLA can: parameters (update) or gradients (average) are aliased with the results.
+    """
+    specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    step_spec = jax.ShapeDtypeStruct((), np.int32)
+
+    def call(kind: int, first_source: int, results: Sequence[Any], aliases: dict[int, int], operands: Sequence[Any]):
+        run = jax.ffi.ffi_call(TARGET, results, has_side_effect=True, input_output_aliases=aliases)
+        return run(
+            *operands,
+            session=np.int64(session),
+            flow=np.int64(flow),
+            kind=np.int64(kind),
+            first_source=np.int64(first_source),
+            leaves=np.int64(len(specs)),
+        )
+
+    def exchange(step: Any, params: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        operands = (step, *params, *grads)
+        # typeof, not the flow's own spec: inside shard_map a result must carry the operand's varying axes.
+        like = grads if average else params
+        results = [jax.ShapeDtypeStruct((), np.int32), *(_like(x) for x in like)]
+        aliases = {i + 1: i + 1 for i, x in enumerate(like) if x.size}
+        step, *out = call(_EXCHANGE, len(params), results, aliases, operands)
+        return step, out
+
+    def push_call(step: Any, grads: tuple[Any, ...]) -> Any:
+        (ticket,) = call(_PUSH, 0, [step_spec], {}, (step, *grads))
+        return ticket
+
+    def pull_call(ticket: Any) -> tuple[Any, list[Any]]:
+        step, *out = call(_PULL, 0, [step_spec, *specs], {}, (ticket,))
+        return step, out
+
+    return Calls(
+        _guard("ps_step" if not average else "average_gradients", exchange),
+        _guard("push", push_call),
+        _guard("pull", pull_call),
+    )
+
+
+def _like(x: Any) -> Any:
+    return jax.typeof(x)
+
+
+def _guard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, jitted, with an error of ours where JAX would transform it."""
+    vmapped = (
+        f"jaxrdma.{name} under vmap: a step is one exchange of whole gradients with the servers. Call it outside the "
+        "vmap, e.g. after the mean over the mapped axis"
+    )
+    differentiated = (
+        f"jaxrdma.{name} cannot be differentiated: take the gradient of the loss first, then hand it to {name}"
+    )
+
+    batchable = jax.custom_batching.custom_vmap(function)
+
+    @batchable.def_vmap
+    def refuse_vmap(axis_size: int, in_batched: Any, *args: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        raise TypeError(vmapped)
+
+    guarded = jax.custom_jvp(batchable)
+
+    @guarded.defjvp
+    def refuse_jvp(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        raise TypeError(differentiated)
+
+    return jax.jit(guarded, inline=True)
+
+
+def open_session(session: int) -> dict[int, FlowCalls]:
+    """Makes a session known to the calls of this module; returns its table of flows, which the session fills."""
+    return _open_sessions.setdefault(session, {})
+
+
+def close_session(session: int) -> None:
+    """From now on the calls refuse states of this session."""
+    _open_sessions.pop(session, None)
+
+
+_open_sessions: dict[int, dict[int, FlowCalls]] = {}
+
+
+def _flow(session: int, flow: int, what: str) -> FlowCalls:
+    flows = _open_sessions.get(session)
+    if flows is None:
+        raise CancelledError(
+            f"{what} of session {session}, which is not open in this process: it was closed, or the state came from "
+            "another process without jaxrdma.connect and init"
+        )
+    if flow not in flows:
+        raise StepError(f"{what} of model {flow}, which was not initialised in this session: call session.init first")
+    return flows[flow]

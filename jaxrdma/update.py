@@ -1,0 +1,602 @@
+"""optax transformation -> exported XLA programs -> run on a server's shard.
+
+On a worker, `analyse` traces an update and finds what it needs of each leaf; `export_update`, on the chief,
+makes one program per server. On a server, `ServerUpdate` runs it on the parameters the server holds. State
+never leaves the server; the worker keeps the tree structure. JAX is imported only inside functions.
+
+Leaves that are treated alike and are small are packed: one array holds them all, one after the other, and
+the program has one kernel for it instead of hundreds. The bits are those of a single-process run: each
+element goes through the same operations.
+"""
+
+import enum
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jaxrdma.control import LeafSpec
+from jaxrdma.dataflow import (
+    ELEMENTWISE,
+    WHOLE,
+    Class,
+    Classified,
+    classify,
+    convert,
+    evaluate,
+    flatten,
+    signatures,
+)
+from jaxrdma.errors import UpdateError
+from jaxrdma.plan import Plan
+
+# Leaves of at most this many elements on a server are packed. One kernel on 64 Ki elements takes about as
+# long as the copies into and out of the pack; below, the kernels' number is what costs.
+PACK_ELEMENTS = 1 << 16
+
+_ALTERNATIVES = (
+    "use one server, or jaxrdma.average_gradients(session) in an optax.chain, where each worker applies its "
+    "own update"
+)
+
+
+class UpdateKind(enum.StrEnum):
+    """What the new value of one element depends on."""
+
+    ELEMENTWISE = "elementwise"  # the same element of its leaf: any piece of a leaf can be updated alone
+    LEAFWISE = "leafwise"  # anything in its leaf: leaves stay whole
+    GLOBAL = "global"  # other leaves: one server holds all of them
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What is known of an update for one set of leaves. Made by `analyse`, on every worker.
+
+    - `kind`: what the new value of one element depends on.
+    - `fingerprint`: equal on two workers if their updates are, for the same leaves.
+    - `why`: for a GLOBAL update, a text that names two leaves it mixes.
+    """
+
+    kind: UpdateKind
+    fingerprint: str
+    why: str
+    leaves: tuple[LeafSpec, ...]
+    init: Classified
+    step: Classified
+    state_classes: tuple[Class, ...]
+    state_paths: tuple[str, ...]
+    treatments: tuple[str, ...]  # per leaf: leaves with equal texts are updated alike
+    x64: bool
+
+    @property
+    def whole_leaves(self) -> bool:
+        """What `assign_partitions` must be called with."""
+        return self.kind is not UpdateKind.ELEMENTWISE
+
+    def check_servers(self, servers: int) -> None:
+        """Raise `UpdateError` if this update cannot run on so many servers."""
+        if self.kind is UpdateKind.GLOBAL and servers > 1:
+            raise UpdateError(
+                f"the update mixes leaves ({self.why}), as gradient clipping by global norm does, and "
+                f"cannot run on {servers} servers that each see only their share: {_ALTERNATIVES}"
+            )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The update as programs: one per server, empty where a server holds nothing."""
+
+    kind: UpdateKind
+    programs: list[bytes]
+    fingerprint: str
+
+
+class Pack(msgspec.Struct, frozen=True):
+    """Leaves that one array of a program holds, one after the other.
+
+    - `leaves`: their indices; the elements of each that this server holds are `elements`.
+    - `shape`: of the array in the program.
+    """
+
+    leaves: list[int]
+    elements: list[int]
+    dtype: str
+    shape: list[int]
+
+
+class StateEntry(msgspec.Struct, frozen=True):
+    """One array of a server's optimizer state: where it comes from. For checkpoints and error texts.
+
+    - `path`: in the optax state, of the first leaf of the pack.
+    - `pack`: index of the pack it belongs to, element by element or as a whole; -1 if to none.
+    """
+
+    path: str
+    pack: int
+    shape: list[int]
+    dtype: str
+
+
+class Program(msgspec.Struct, frozen=True):
+    """The content of one server's blob."""
+
+    jax_version: str
+    x64: bool
+    kind: str
+    leaves: int  # of the whole flow
+    packs: list[Pack]
+    state: list[StateEntry]
+    init: bytes
+    step: bytes
+
+
+def analyse(update: Any, treedef: Any, leaves: Sequence[LeafSpec]) -> Analysis:
+    """Trace an optax transformation, and find what the new value of each element depends on.
+
+    **Arguments:**
+
+    - `update`: an `optax.GradientTransformation`.
+    - `treedef`, `leaves`: from `plan.describe_leaves(params)`.
+
+    **Raises:** `UpdateError` if it is no transformation, needs more than gradients and parameters, calls
+    back into Python, or its state changes shape or dtype from step to step.
+    """
+    import jax
+
+    _require_transformation(update)
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    keys: dict[int, Any] = {}  # position in the state -> implementation of the PRNG key there
+    state_paths: list[str] = []
+    state_treedef: list[Any] = []
+
+    def init(params: list[Any]) -> list[Any]:
+        state = update.init(jax.tree.unflatten(treedef, params))
+        flat, structure = jax.tree_util.tree_flatten_with_path(state)
+        state_treedef.append(structure)
+        state_paths.extend(f"state{jax.tree_util.keystr(path)}" for path, _ in flat)
+        return [_unwrap_key(keys, i, leaf) for i, (_, leaf) in enumerate(flat)]
+
+    def step(grads: list[Any], state: list[Any], params: list[Any]) -> tuple[list[Any], list[Any]]:
+        tree = jax.tree.unflatten(treedef, params)
+        wrapped = [
+            jax.random.wrap_key_data(leaf, impl=keys[i]) if i in keys else leaf
+            for i, leaf in enumerate(state)
+        ]
+        updates, new_state = update.update(
+            jax.tree.unflatten(treedef, grads), jax.tree.unflatten(state_treedef[0], wrapped), tree
+        )
+        if jax.tree.structure(updates) != treedef:
+            raise UpdateError(
+                f"the update returned updates of another structure, {jax.tree.structure(updates)}, than "
+                f"the parameters', {treedef}"
+            )
+        if jax.tree.structure(new_state) != state_treedef[0]:
+            raise UpdateError(
+                f"the update returned a state of another structure, {jax.tree.structure(new_state)}, than "
+                f"its init, {state_treedef[0]}: it cannot be compiled once for all steps"
+            )
+        new = [
+            (param + change).astype(param.dtype)  # as optax.apply_updates
+            for param, change in zip(params, jax.tree.leaves(updates), strict=True)
+        ]
+        flat = [_unwrap_key({}, i, leaf) for i, leaf in enumerate(jax.tree.leaves(new_state))]
+        return flat, new
+
+    init_jaxpr, init_shapes = _trace("init", init, avals)
+    state_avals = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        for aval in init_jaxpr.out_avals
+    ]
+    del init_shapes
+    step_jaxpr, _ = _trace("update", step, avals, state_avals, avals)
+    _check_fixed_point(state_paths, state_avals, step_jaxpr.out_avals[: len(state_avals)])
+    for leaf, aval in zip(leaves, step_jaxpr.out_avals[len(state_avals) :], strict=True):
+        if tuple(aval.shape) != tuple(leaf.shape):
+            raise UpdateError(
+                f"the update would change {leaf.path} from shape {list(leaf.shape)} to {list(aval.shape)}"
+            )
+
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    own = [Class(ELEMENTWISE, 1 << index) for index in range(len(leaves))]
+    init_classified = classify(flatten(init_jaxpr), own, sizes)
+    step_program = flatten(step_jaxpr)
+    state_classes = init_classified.outputs
+    while True:  # a state array depends on what it was made of, and on what every step adds to it
+        step_classified = classify(step_program, [*own, *state_classes, *own], sizes)
+        outputs = step_classified.outputs
+        joined = [a | b for a, b in zip(state_classes, outputs, strict=False)]
+        if joined == state_classes:
+            break
+        state_classes = joined
+    new_classes = [a | b for a, b in zip(outputs[len(state_avals) :], own, strict=True)]
+
+    kind, why = _kind(leaves, new_classes, state_classes, state_paths)
+    init_texts = signatures(init_classified, ["own"] * len(leaves))
+    treatments, step_texts = _treatments(leaves, step_classified, state_classes, init_texts)
+    content = [str(kind), *init_texts, *step_texts, *map(str, leaves)]
+    return Analysis(
+        kind=kind,
+        fingerprint=hashlib.sha256("\n".join(content).encode()).hexdigest(),
+        why=why,
+        leaves=tuple(leaves),
+        init=init_classified,
+        step=step_classified,
+        state_classes=tuple(state_classes),
+        state_paths=tuple(state_paths),
+        treatments=tuple(treatments),
+        x64=bool(jax.config.jax_enable_x64),
+    )
+
+
+def _require_transformation(update: Any) -> None:
+    if isinstance(update, type) or not (
+        callable(getattr(update, "init", None)) and callable(getattr(update, "update", None))
+    ):
+        hint = ""
+        if callable(update):
+            name = getattr(update, "__name__", "it")
+            hint = f"; call it first, e.g. optax.{name}(1e-3)"
+        raise UpdateError(
+            "update= takes an optax.GradientTransformation, with init and update functions, but got "
+            f"{update!r}{hint}"
+        )
+
+
+def _trace(what: str, function: Any, *arguments: Any) -> tuple[Any, Any]:
+    import jax
+
+    try:
+        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    except UpdateError:
+        raise
+    except Exception as error:
+        raise UpdateError(
+            f"the update's {what} function failed while it was traced with "
+            + ("the parameters" if what == "init" else "gradients, state and parameters alone")
+            + f": {type(error).__name__}: {error}. If it needs the loss or other arguments, it must run on "
+            "the workers: use jaxrdma.average_gradients(session)"
+        ) from error
+    if jaxpr.effects:
+        names = ", ".join(sorted(str(effect) for effect in jaxpr.effects))
+        raise UpdateError(
+            f"the update's {what} function has side effects ({names}), such as printing or a call back "
+            "into Python, and cannot run on a server: take them out of the update"
+        )
+    return jaxpr, shapes
+
+
+def _unwrap_key(keys: dict[int, Any], position: int, leaf: Any) -> Any:
+    """A PRNG key as plain numbers, which programs can take and return; other leaves as they are."""
+    import jax
+    import jax.numpy as jnp
+
+    array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        keys[position] = jax.random.key_impl(array)
+        return jax.random.key_data(array)
+    return array
+
+
+def _check_fixed_point(paths: list[str], before: Sequence[Any], after: Sequence[Any]) -> None:
+    for path, old, new in zip(paths, before, after, strict=True):
+        if (tuple(old.shape), old.dtype) != (tuple(new.shape), new.dtype):
+            raise UpdateError(
+                f"the update's {path} begins as {old.dtype.name}{list(old.shape)} and is "
+                f"{new.dtype.name}{list(new.shape)} after one step: it must keep its shape and dtype. "
+                "With 16-bit parameters, look for an option like mu_dtype"
+            )
+
+
+def _kind(
+    leaves: Sequence[LeafSpec], new: Sequence[Class], state: Sequence[Class], paths: Sequence[str]
+) -> tuple[UpdateKind, str]:
+    kind = UpdateKind.ELEMENTWISE
+    named = [(f"the new value of {leaf.path}", known) for leaf, known in zip(leaves, new, strict=True)]
+    named += zip(paths, state, strict=True)
+    for position, (name, known) in enumerate(named):
+        if known.leaves.bit_count() > 1:
+            own = position if position < len(leaves) else -1
+            mixed = [leaf.path for i, leaf in enumerate(leaves) if known.leaves >> i & 1 and i != own]
+            others = " and ".join(mixed[: 1 if own >= 0 else 2])
+            return UpdateKind.GLOBAL, f"{name} depends on {others}"
+        if known.leaves and known.level == WHOLE:
+            kind = UpdateKind.LEAFWISE
+    return kind, ""
+
+
+def _treatments(
+    leaves: Sequence[LeafSpec], step: Classified, state: Sequence[Class], init_texts: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Per leaf a text that says how it and its state are made; and a text for each result of the step."""
+    count = len(leaves)
+    seen = [0] * count
+    names: list[str] = []
+    for position, known in enumerate(state):
+        if known.leaves.bit_count() == 1:
+            names.append(f"state {seen[known.leaf]} of its leaf")
+            seen[known.leaf] += 1
+        else:
+            names.append(f"state {position}")
+    texts = signatures(step, [*["gradient"] * count, *names, *["parameter"] * count])
+    per_leaf = [[leaf.dtype, texts[len(state) + index]] for index, leaf in enumerate(leaves)]
+    for position, known in enumerate(state):
+        if known.leaves.bit_count() == 1:
+            per_leaf[known.leaf] += [init_texts[position], texts[position]]
+    return ["\n".join(parts) for parts in per_leaf], texts
+
+
+def export_update(analysis: Analysis, plan: Plan) -> Exported:
+    """Compile-ready programs for the servers of a plan. Only the chief needs them.
+
+    **Raises:** `UpdateError` if the update needs more than a server has, or cannot be exported.
+    """
+    analysis.check_servers(plan.servers)
+    if analysis.whole_leaves and not plan.whole_leaves:
+        raise UpdateError(
+            f"the update is {analysis.kind}: its plan must be made with whole_leaves=True"
+        )
+    programs = [_export_server(analysis, plan, server) for server in range(plan.servers)]
+    return Exported(analysis.kind, programs, analysis.fingerprint)
+
+
+def _export_server(analysis: Analysis, plan: Plan, server: int) -> bytes:
+    import jax
+
+    packs = _packs(analysis, plan, server)
+    if not packs:
+        return b""
+    flat = analysis.kind is UpdateKind.ELEMENTWISE
+    firsts = {pack.leaves[0]: index for index, pack in enumerate(packs)}
+    lengths = {leaf: sum(packs[index].elements) for leaf, index in firsts.items()} if flat else None
+    # The state this server keeps: what belongs to the first leaf of a pack, and what belongs to no leaf.
+    kept = [
+        position
+        for position, known in enumerate(analysis.state_classes)
+        if analysis.kind is UpdateKind.GLOBAL or not known.leaves or known.leaf in firsts
+    ]
+    init, step = analysis.init, analysis.step
+    count, states = len(analysis.leaves), len(analysis.state_classes)
+    new = [states + leaf for leaf in firsts]
+    dtypes = [pack.dtype for pack in packs]
+    empty = [leaf for leaf in analysis.leaves if analysis.kind is UpdateKind.GLOBAL]
+
+    def spread(arrays: Sequence[Any], whole: int) -> list[Any]:
+        result: list[Any] = [None] * whole
+        for index, leaf in enumerate(empty):  # leaves without elements lie on no server
+            if math.prod(leaf.shape) == 0:
+                result[index] = jax.numpy.zeros(leaf.shape, leaf.dtype)
+        for leaf, array in zip(firsts, arrays, strict=True):
+            result[leaf] = array
+        return result
+
+    def as_kept(results: Sequence[Any], classified: Classified) -> list[Any]:
+        program = classified.program
+        return [
+            convert(
+                result,
+                classified.outputs[position],
+                analysis.state_classes[position],
+                program.values[program.outputs[position]].aval.shape,
+                lengths,
+            )
+            for result, position in zip(results, kept, strict=True)
+        ]
+
+    def run_init(params: list[Any]) -> list[Any]:
+        return as_kept(evaluate(init, spread(params, count), kept, lengths), init)
+
+    def run_step(
+        grads: list[Any], state: list[Any], params: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        grads = [grad.astype(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+        whole_state: list[Any] = [None] * states
+        for position, array in zip(kept, state, strict=True):
+            whole_state[position] = array
+        inputs = [*spread(grads, count), *whole_state, *spread(params, count)]
+        results = evaluate(step, inputs, [*kept, *new], lengths)
+        return as_kept(results[: len(kept)], step), results[len(kept) :]
+
+    params = [jax.ShapeDtypeStruct(pack.shape, pack.dtype) for pack in packs]
+    grads = [jax.ShapeDtypeStruct(pack.shape, _accumulator(pack.dtype)) for pack in packs]
+    try:
+        init_export = jax.export.export(jax.jit(run_init), platforms=["cpu"])(params)
+        state = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_export.out_avals]
+        step_export = jax.export.export(jax.jit(run_step), platforms=["cpu"])(grads, state, params)
+        program = Program(
+            jax_version=jax.__version__,
+            x64=analysis.x64,
+            kind=str(analysis.kind),
+            leaves=count,
+            packs=packs,
+            state=[
+                StateEntry(
+                    path=analysis.state_paths[position],
+                    pack=firsts[known.leaf] if known.leaves.bit_count() == 1 else -1,
+                    shape=list(aval.shape),
+                    dtype=aval.dtype.name,
+                )
+                for position, aval in zip(kept, init_export.out_avals, strict=True)
+                for known in [analysis.state_classes[position]]
+            ],
+            init=bytes(init_export.serialize()),
+            step=bytes(step_export.serialize()),
+        )
+    except Exception as error:
+        raise UpdateError(
+            f"the update cannot be exported for server {server}: {type(error).__name__}: {error}. "
+            "Use jaxrdma.average_gradients(session), where each worker applies its own update"
+        ) from error
+    return msgspec.msgpack.encode(program)
+
+
+def _packs(analysis: Analysis, plan: Plan, server: int) -> list[Pack]:
+    packs: list[Pack] = []
+    alike: dict[str, int] = {}
+    for index, leaf in enumerate(plan.leaves):
+        elements = plan.server_elements(server, index)
+        if elements == 0:
+            continue
+        flat = analysis.kind is UpdateKind.ELEMENTWISE
+        if flat and elements <= PACK_ELEMENTS:
+            at = alike.setdefault(analysis.treatments[index], len(packs))
+            if at < len(packs):
+                pack = packs[at]
+                pack.leaves.append(index)
+                pack.elements.append(elements)
+                pack.shape[0] += elements
+                continue
+        packs.append(Pack([index], [elements], leaf.dtype, [elements] if flat else list(leaf.shape)))
+    return packs
+
+
+def _accumulator(dtype: str) -> str:
+    """The type in which gradients of `dtype` are summed."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+class ServerUpdate:
+    """One server's share of an update: its compiled program and its optimizer state.
+
+    Not thread-safe: one thread of the server owns it. Views are flat NumPy arrays over the server's own
+    memory, one per leaf of the flow, in leaf order, empty where the server holds nothing of a leaf. The
+    program reads large views where they lie and has ended before a call returns, so that memory may change
+    afterwards; results and state are always the program's own buffers.
+    """
+
+    def __init__(self, blob: bytes) -> None:
+        """Compile the program. An empty `blob` is the program of a server that holds nothing.
+
+        **Raises:** `UpdateError` if this process cannot run the program.
+        """
+        self._program = msgspec.msgpack.decode(blob, type=Program) if blob else None
+        self._state: list[Any] | None = None
+        if self._program is None:
+            return
+        import jax
+        import ml_dtypes
+        import numpy as np
+
+        program = self._program
+        self._device = jax.local_devices(backend="cpu")[0]
+        # ml_dtypes knows bfloat16, which NumPy does not by itself.
+        self._dtypes = [
+            np.dtype(ml_dtypes.bfloat16 if pack.dtype == "bfloat16" else pack.dtype)
+            for pack in program.packs
+        ]
+        self._grad_dtypes = [np.dtype(_accumulator(pack.dtype)) for pack in program.packs]
+        packed = [pack.leaves if len(pack.leaves) > 1 else [] for pack in program.packs]
+        self._grads = [
+            _aligned(sum(pack.elements), dtype) if leaves else None
+            for pack, leaves, dtype in zip(program.packs, packed, self._grad_dtypes, strict=True)
+        ]
+        self._params = [
+            _aligned(sum(pack.elements), dtype) if leaves else None
+            for pack, leaves, dtype in zip(program.packs, packed, self._dtypes, strict=True)
+        ]
+        try:
+            with jax.enable_x64(program.x64), jax.default_device(self._device):
+                shapes = [tuple(pack.shape) for pack in program.packs]
+                params = _avals(shapes, self._dtypes)
+                grads = _avals(shapes, self._grad_dtypes)
+                state = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in program.state]
+                init = jax.export.deserialize(bytearray(program.init))
+                step = jax.export.deserialize(bytearray(program.step))
+                self._init = jax.jit(init.call).lower(params).compile()
+                donating = jax.jit(step.call, donate_argnums=1)
+                self._step = donating.lower(grads, state, params).compile()
+        except Exception as error:
+            raise UpdateError(
+                f"the update was exported with jax {program.jax_version} and cannot run with jax "
+                f"{jax.__version__} on this server: {type(error).__name__}: {error}"
+            ) from error
+
+    @property
+    def kind(self) -> UpdateKind | None:
+        """Of the update; None where the server holds nothing."""
+        return UpdateKind(self._program.kind) if self._program else None
+
+    def initialise(self, params: Sequence[Any]) -> None:
+        """Make the optimizer state for these parameters; any former state is dropped."""
+        import jax
+
+        if self._program is None:
+            return
+        inputs = self._gather(params, self._dtypes, self._params)
+        with jax.enable_x64(self._program.x64), jax.default_device(self._device):
+            self._state = list(jax.block_until_ready(self._init(self._put(inputs))))
+
+    def step(self, grads: Sequence[Any], params: Sequence[Any]) -> None:
+        """One update: reads the mean gradients and the parameters, overwrites the parameters in place."""
+        import jax
+        import numpy as np
+
+        if self._program is None:
+            return
+        if self._state is None:
+            raise UpdateError("the update has no state: initialise was not called, or a step failed")
+        grad_inputs = self._gather(grads, self._grad_dtypes, self._grads)
+        param_inputs = self._gather(params, self._dtypes, self._params)
+        state, self._state = self._state, None
+        with jax.enable_x64(self._program.x64), jax.default_device(self._device):
+            arguments = self._put(grad_inputs), state, self._put(param_inputs)
+            new_state, new_params = jax.block_until_ready(self._step(*arguments))
+        self._state = list(new_state)
+        for pack, array, dtype in zip(self._program.packs, new_params, self._dtypes, strict=True):
+            result, begin = np.asarray(array).reshape(-1), 0
+            for leaf, elements in zip(pack.leaves, pack.elements, strict=True):
+                np.copyto(params[leaf].view(dtype), result[begin : begin + elements])
+                begin += elements
+
+    def _gather(
+        self, views: Sequence[Any], dtypes: Sequence[Any], buffers: Sequence[Any]
+    ) -> list[Any]:
+        """One array per pack: the view itself, or the pack's buffer with the views copied into it."""
+        assert self._program is not None
+        if len(views) != self._program.leaves:
+            raise UpdateError(
+                f"the update is for {self._program.leaves} leaves, but {len(views)} came"
+            )
+        arrays: list[Any] = []
+        for pack, dtype, buffer in zip(self._program.packs, dtypes, buffers, strict=True):
+            begin = 0
+            for leaf, elements in zip(pack.leaves, pack.elements, strict=True):
+                view = views[leaf]
+                if view.shape != (elements,) or view.dtype.itemsize != dtype.itemsize:
+                    raise UpdateError(
+                        f"leaf {leaf} should come as {dtype.name}[{elements}], but came as "
+                        f"{view.dtype.name}{list(view.shape)}"
+                    )
+                if buffer is None:
+                    arrays.append(view.view(dtype).reshape(pack.shape))
+                else:
+                    buffer[begin : begin + elements] = view.view(dtype)
+                    begin += elements
+            if buffer is not None:
+                arrays.append(buffer)
+        return arrays
+
+    def _put(self, arrays: list[Any]) -> list[Any]:
+        """Arrays for the program, which read the memory where it lies if it is aligned to 64 bytes."""
+        import jax
+
+        return [jax.device_put(array, self._device, may_alias=True) for array in arrays]
+
+
+def _avals(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> list[Any]:
+    import jax
+
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def _aligned(elements: int, dtype: Any) -> Any:
+    """An array whose memory begins at a multiple of 64 bytes, which XLA can read without a copy."""
+    import numpy as np
+
+    raw = np.empty(elements * dtype.itemsize + 64, np.uint8)
+    begin = -raw.ctypes.data % 64
+    return raw[begin : begin + elements * dtype.itemsize].view(dtype)
+
+
