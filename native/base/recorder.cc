@@ -41,9 +41,10 @@ const char* stage_name(Stage stage) {
   return "unknown";
 }
 
-/// The n-th record ever lies in slot n mod capacity. `sequence` is 2n+1 while it is written and 2n+2 once it is whole,
-/// so that a reader knows which record it saw. The words are atomics because a reader may look while a writer writes;
-/// each is stored with release and loaded with acquire, so that whoever saw a new word also sees the new sequence.
+/// The n-th record ever lies in slot n mod capacity. `sequence` is 2n+1 while it is written and
+/// 2n+2 once it is whole, so that a reader knows which record it saw. The words are atomics because
+/// a reader may look while a writer writes; each is stored with release and loaded with acquire, so
+/// that whoever saw a new word also sees the new sequence.
 struct Recorder::Slot {
   std::atomic<uint64_t> sequence{0};
   std::array<std::atomic<uint64_t>, kWords> words{};
@@ -66,8 +67,8 @@ void Recorder::add(Stage stage, uint16_t flow, int64_t step, uint32_t partition,
 
   const uint64_t n = next_.fetch_add(1, std::memory_order_relaxed);
   Slot& slot = slots_[n & mask_];
-  // The ring went once around while another thread was still writing here, or overtook us: this record is lost rather
-  // than mixed with the other.
+  // The ring went once around while another thread was still writing here, or overtook us: this
+  // record is lost rather than mixed with the other.
   uint64_t before = slot.sequence.load(std::memory_order_relaxed);
   if ((before & 1) != 0 || before > 2 * n) return;
   if (!slot.sequence.compare_exchange_strong(before, 2 * n + 1, std::memory_order_acquire)) return;

@@ -58,7 +58,8 @@ fabric::Slice Aggregate::result_slice(const Piece& piece) const {
   return (own ? results : accumulators).slice(piece.result, piece.bytes());
 }
 
-Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t server, uint32_t workers) {
+Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t server,
+                                                     uint32_t workers) {
   auto flow = std::make_unique<Aggregate>();
   flow->spec = std::move(spec);
   const size_t leaves = flow->spec.leaves.size();
@@ -91,7 +92,8 @@ Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t ser
   const std::string who = " of flow " + std::to_string(flow->spec.id);
   auto accumulators = Pages::allocate(accumulator_bytes, "the sums" + who);
   if (!accumulators.ok()) return accumulators.status();
-  auto results = Pages::allocate(result_bytes, (flow->update() ? "the parameters" : "the means") + who);
+  auto results =
+      Pages::allocate(result_bytes, (flow->update() ? "the parameters" : "the means") + who);
   if (!results.ok()) return results.status();
   flow->accumulators.pages = std::move(accumulators.value());
   flow->results.pages = std::move(results.value());

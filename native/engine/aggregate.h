@@ -1,5 +1,6 @@
-/* engine/aggregate.h: what a server remembers of its flows: for each partition, who has contributed to which step, who
-   waits for what, and where the numbers lie. Data and questions about it; the server's engine acts. */
+/* engine/aggregate.h: what a server remembers of its flows: for each partition, who has contributed
+   to which step, who waits for what, and where the numbers lie. Data and questions about it; the
+   server's engine acts. */
 #pragma once
 
 #include <cstdint>
@@ -47,21 +48,22 @@ struct Piece {
   int64_t version = -1;    ///< the step that is being aggregated
   int64_t published = -1;  ///< the step that `result` has reached
   bool initialised = false;
-  std::vector<bool> contributed;  ///< by worker; to `version`, summed or not
-  uint32_t arrived = 0;           ///< true bits of `contributed`
-  uint32_t summed = 0;            ///< contributions in the accumulator
+  std::vector<bool> contributed;       ///< by worker; to `version`, summed or not
+  uint32_t arrived = 0;                ///< true bits of `contributed`
+  uint32_t summed = 0;                 ///< contributions in the accumulator
   std::vector<Contribution> waiting;   ///< arrived, not being summed
   std::vector<Contribution> reducing;  ///< in the hands of a reducing thread
   std::vector<Source> sources;         ///< of `reducing`
-  bool busy = false;                   ///< `reducing` and the accumulator belong to a reducing thread
-  std::vector<Reply> replies;          ///< not yet posted
-  uint32_t replies_in_flight = 0;      ///< writes that read `result`
+  bool busy = false;               ///< `reducing` and the accumulator belong to a reducing thread
+  std::vector<Reply> replies;      ///< not yet posted
+  uint32_t replies_in_flight = 0;  ///< writes that read `result`
 
   size_t bytes() const { return elements * dtype_bytes(dtype); }
   bool misses(uint32_t worker) const { return arrived > 0 && !contributed[worker]; }
   /// Begins to aggregate `step`.
   void begin(int64_t step);
-  /// Moves from `waiting` to `reducing` what may be summed next: everything, or with `ordered` what replica order allows.
+  /// Moves from `waiting` to `reducing` what may be summed next: everything, or with `ordered` what
+  /// replica order allows.
   void take(bool ordered);
   Reduction reduction(uint32_t workers);
 };
@@ -69,23 +71,24 @@ struct Piece {
 /// One flow on this server.
 struct Aggregate {
   /// Allocates the slabs and lays out the pieces. Needs no lock; the slabs are not enrolled yet.
-  static Result<std::unique_ptr<Aggregate>> create(FlowSpec spec, uint32_t server, uint32_t workers);
+  static Result<std::unique_ptr<Aggregate>> create(FlowSpec spec, uint32_t server,
+                                                   uint32_t workers);
 
   FlowSpec spec;
-  std::vector<Piece> pieces;           ///< in plan order; never moves
-  std::vector<int32_t> piece_of;       ///< by partition; -1: on another server
+  std::vector<Piece> pieces;      ///< in plan order; never moves
+  std::vector<int32_t> piece_of;  ///< by partition; -1: on another server
   Slab accumulators;
-  Slab results;                        ///< empty where the accumulators themselves, or the slots, are sent
+  Slab results;  ///< empty where the accumulators themselves, or the slots, are sent
   std::vector<std::byte*> accumulator_of_leaf;
   std::vector<std::byte*> result_of_leaf;
   std::vector<uint64_t> elements_of_leaf;  ///< on this server
 
   size_t initialised = 0;  ///< pieces
   int64_t init_step = -1;
-  size_t complete = 0;     ///< pieces whose mean is there (update)
-  bool updating = false;   ///< the parameters belong to Python until `publish`
+  size_t complete = 0;    ///< pieces whose mean is there (update)
+  bool updating = false;  ///< the parameters belong to Python until `publish`
   uint32_t replies_in_flight = 0;
-  bool stranded = false;   ///< said once
+  bool stranded = false;  ///< said once
 
   std::vector<uint64_t> summed_of_worker;  ///< pieces in a mean, ever
   uint64_t means = 0;                      ///< pieces aggregated, ever (average)

@@ -66,9 +66,9 @@ Status check_partition(const FlowSpec& spec, size_t index, uint32_t servers, siz
                    std::to_string(partition.elements) + " more, but leaf " +
                    std::to_string(partition.leaf) + " has " + std::to_string(leaf.elements));
   }
-  // An update takes gradients of any type that is summed in the leaf's accumulator; the widest is the accumulator's.
-  const DType widest =
-      spec.mode == FlowMode::kUpdate ? accumulator_dtype(leaf.dtype) : leaf.dtype;
+  // An update takes gradients of any type that is summed in the leaf's accumulator; the widest is
+  // the accumulator's.
+  const DType widest = spec.mode == FlowMode::kUpdate ? accumulator_dtype(leaf.dtype) : leaf.dtype;
   if (partition.elements > slot_bytes / dtype_bytes(widest)) {
     return refused(who + "has " + std::to_string(partition.elements) + " elements of " +
                    dtype_name(widest) + ", but a landing slot holds " + std::to_string(slot_bytes) +
@@ -120,7 +120,8 @@ Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_by
   for (size_t i = 0; i < spec.leaves.size(); ++i) {
     if (dtype_bytes(spec.leaves[i].dtype) == 0) {
       return refused("flow " + std::to_string(spec.id) + ": leaf " + std::to_string(i) +
-                     " has unknown dtype " + std::to_string(static_cast<int>(spec.leaves[i].dtype)));
+                     " has unknown dtype " +
+                     std::to_string(static_cast<int>(spec.leaves[i].dtype)));
     }
   }
   for (size_t i = 0; i < spec.partitions.size(); ++i) {

@@ -17,9 +17,10 @@ Result<Pages> Pages::allocate(size_t bytes, const std::string& what) {
   if (bytes == 0) return pages;
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {
-    return Status(Code::kResource, "no memory for " + what + ": the system refused " +
-                                       std::to_string(bytes) + " bytes (" + std::strerror(errno) +
-                                       "); use more servers, or smaller or fewer partitions in flight");
+    return Status(Code::kResource,
+                  "no memory for " + what + ": the system refused " + std::to_string(bytes) +
+                      " bytes (" + std::strerror(errno) +
+                      "); use more servers, or smaller or fewer partitions in flight");
   }
   pages.data_ = static_cast<std::byte*>(data);
   pages.bytes_ = bytes;
@@ -39,7 +40,8 @@ Status Slab::enrol(fabric::Fabric& fabric, fabric::Access access) {
   return Status();
 }
 
-Result<std::shared_ptr<Landing>> Landing::create(uint32_t slots, size_t payload_bytes, uint32_t worker) {
+Result<std::shared_ptr<Landing>> Landing::create(uint32_t slots, size_t payload_bytes,
+                                                 uint32_t worker) {
   const size_t stride = Landing::stride(payload_bytes);
   auto pages = Pages::allocate(slots * stride, std::to_string(slots) + " landing slots of " +
                                                    std::to_string(stride) + " bytes of worker " +

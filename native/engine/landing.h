@@ -1,4 +1,5 @@
-/* engine/landing.h: the memory of a server: registered slabs, and the slots in which one worker's writes land. */
+/* engine/landing.h: the memory of a server: registered slabs, and the slots in which one worker's
+ * writes land. */
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,8 @@
 
 namespace jaxrdma {
 
-/// Page-aligned memory whose pages are there: a first touch on the way of a partition costs more than its copy.
+/// Page-aligned memory whose pages are there: a first touch on the way of a partition costs more
+/// than its copy.
 class Pages {
  public:
   Pages() = default;
@@ -38,24 +40,31 @@ class Pages {
   size_t bytes_ = 0;
 };
 
-/// Pages known to a fabric. Like every call on the fabric, `enrol`, `withdraw` and the destruction need its owner's lock.
+/// Pages known to a fabric. Like every call on the fabric, `enrol`, `withdraw` and the destruction
+/// need its owner's lock.
 struct Slab {
   Pages pages;
   std::unique_ptr<fabric::MemoryRegion> region;  ///< destroyed before `pages`
 
   Status enrol(fabric::Fabric& fabric, fabric::Access access);
   void withdraw() { region.reset(); }
-  fabric::Slice slice(const std::byte* data, size_t bytes) const { return {region.get(), data, bytes}; }
+  fabric::Slice slice(const std::byte* data, size_t bytes) const {
+    return {region.get(), data, bytes};
+  }
 };
 
-/// The slots of one connection of one worker. Everything that still needs a slot shares in the ownership: a contribution
-/// that waits in it, a write whose source it is, the connection whose peer may write to it.
+/// The slots of one connection of one worker. Everything that still needs a slot shares in the
+/// ownership: a contribution that waits in it, a write whose source it is, the connection whose
+/// peer may write to it.
 class Landing {
  public:
   /// Needs no lock.
-  static Result<std::shared_ptr<Landing>> create(uint32_t slots, size_t payload_bytes, uint32_t worker);
+  static Result<std::shared_ptr<Landing>> create(uint32_t slots, size_t payload_bytes,
+                                                 uint32_t worker);
   /// Distance of slots: the payloads are aligned to 64 bytes.
-  static size_t stride(size_t payload_bytes) { return sizeof(wire::Header) + (payload_bytes + 63) / 64 * 64; }
+  static size_t stride(size_t payload_bytes) {
+    return sizeof(wire::Header) + (payload_bytes + 63) / 64 * 64;
+  }
 
   wire::LandingGrant grant() const;
   uint32_t slots() const { return static_cast<uint32_t>(occupied_.size()); }

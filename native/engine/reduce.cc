@@ -1,5 +1,6 @@
-/* engine/reduce.cc: see reduce.h. Plain loops that compilers turn into vector code, once for any machine and once for
-   AVX2; the block of the accumulator that is worked on stays in the first-level cache while all sources pass by. */
+/* engine/reduce.cc: see reduce.h. Plain loops that compilers turn into vector code, once for any
+   machine and once for AVX2; the block of the accumulator that is worked on stays in the
+   first-level cache while all sources pass by. */
 #include "engine/reduce.h"
 
 #include <algorithm>
@@ -14,43 +15,48 @@
 namespace jaxrdma {
 namespace {
 
-// --- Loops. Pointers never overlap, but for `scale` in place, where each element is read before it is written.
+// --- Loops. Pointers never overlap, but for `scale` in place, where each element is read before it
+// is written.
 
 template <typename T>
-[[gnu::always_inline]] inline void add_loop(T* __restrict sum, const T* __restrict source, size_t n) {
+[[gnu::always_inline]] inline void add_loop(T* __restrict sum, const T* __restrict source,
+                                            size_t n) {
   for (size_t i = 0; i < n; ++i) sum[i] += source[i];
 }
 
 template <typename T>
-[[gnu::always_inline]] inline void add_divide_loop(T* __restrict sum, const T* __restrict source, T by, size_t n) {
+[[gnu::always_inline]] inline void add_divide_loop(T* __restrict sum, const T* __restrict source,
+                                                   T by, size_t n) {
   for (size_t i = 0; i < n; ++i) sum[i] = (sum[i] + source[i]) / by;
 }
 
 template <typename T>
-[[gnu::always_inline]] inline void add_multiply_loop(T* __restrict sum, const T* __restrict source, T by, size_t n) {
+[[gnu::always_inline]] inline void add_multiply_loop(T* __restrict sum, const T* __restrict source,
+                                                     T by, size_t n) {
   for (size_t i = 0; i < n; ++i) sum[i] = (sum[i] + source[i]) * by;
 }
 
-[[gnu::always_inline]] inline void widen_bfloat16_loop(const uint16_t* __restrict source, float* __restrict target,
-                                        size_t n) {
+[[gnu::always_inline]] inline void widen_bfloat16_loop(const uint16_t* __restrict source,
+                                                       float* __restrict target, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     target[i] = std::bit_cast<float>(static_cast<uint32_t>(source[i]) << 16);
   }
 }
 
-[[gnu::always_inline]] inline void narrow_bfloat16_loop(const float* __restrict source, uint16_t* __restrict target,
-                                         size_t n) {
+[[gnu::always_inline]] inline void narrow_bfloat16_loop(const float* __restrict source,
+                                                        uint16_t* __restrict target, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const uint32_t bits = std::bit_cast<uint32_t>(source[i]);
     // Half a unit of the last kept place, less one unless that place is odd: ties go to even.
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t nan = (bits >> 16) | 0x40u;  // quiet, lest cutting the payload make it an infinity
+    const uint32_t nan =
+        (bits >> 16) | 0x40u;  // quiet, lest cutting the payload make it an infinity
     target[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
   }
 }
 
-[[gnu::always_inline]] inline void widen_float16_loop(const uint16_t* __restrict source, float* __restrict target,
-                                       size_t n) {
+[[gnu::always_inline]] inline void widen_float16_loop(const uint16_t* __restrict source,
+                                                      float* __restrict target, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const uint32_t half = source[i];
     const uint32_t magnitude = (half & 0x7fffu) << 13;  // exponent and mantissa in fp32's places
@@ -65,12 +71,13 @@ template <typename T>
   }
 }
 
-[[gnu::always_inline]] inline void narrow_float16_loop(const float* __restrict source, uint16_t* __restrict target,
-                                        size_t n) {
+[[gnu::always_inline]] inline void narrow_float16_loop(const float* __restrict source,
+                                                       uint16_t* __restrict target, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const uint32_t bits = std::bit_cast<uint32_t>(source[i]);
     const uint32_t magnitude = bits & 0x7fffffffu;
-    // Below 2^-14: adding 0.5 lets the addition itself round at the place of the last subnormal bit.
+    // Below 2^-14: adding 0.5 lets the addition itself round at the place of the last subnormal
+    // bit.
     const uint32_t subnormal =
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -103,7 +110,8 @@ void portable(Args... args) {
 }
 
 constexpr Kernels kPortable = {
-    {portable<add_loop<float>>, portable<add_divide_loop<float>>, portable<add_multiply_loop<float>>},
+    {portable<add_loop<float>>, portable<add_divide_loop<float>>,
+     portable<add_multiply_loop<float>>},
     {portable<add_loop<double>>, portable<add_divide_loop<double>>,
      portable<add_multiply_loop<double>>},
     portable<widen_float16_loop>,
@@ -114,14 +122,15 @@ constexpr Kernels kPortable = {
 
 #if defined(__x86_64__)
 
-// No FMA among the targets, so that nothing can be contracted. Not target_clones: its resolvers run before the
-// sanitizers are ready.
+// No FMA among the targets, so that nothing can be contracted. Not target_clones: its resolvers run
+// before the sanitizers are ready.
 template <auto kLoop, typename... Args>
 [[gnu::target("avx2,f16c")]] void avx2(Args... args) {
   kLoop(args...);
 }
 
-[[gnu::target("avx2,f16c")]] void widen_float16_avx2(const uint16_t* source, float* target, size_t n) {
+[[gnu::target("avx2,f16c")]] void widen_float16_avx2(const uint16_t* source, float* target,
+                                                     size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
@@ -130,7 +139,8 @@ template <auto kLoop, typename... Args>
   widen_float16_loop(source + i, target + i, n - i);
 }
 
-[[gnu::target("avx2,f16c")]] void narrow_float16_avx2(const float* source, uint16_t* target, size_t n) {
+[[gnu::target("avx2,f16c")]] void narrow_float16_avx2(const float* source, uint16_t* target,
+                                                      size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8) {
     const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
@@ -162,7 +172,8 @@ const Kernels& kernels() { return kPortable; }
 
 // --- Blocks.
 
-/// Elements worked on at a time: the accumulator's block and a widened source's fit the first-level cache together.
+/// Elements worked on at a time: the accumulator's block and a widened source's fit the first-level
+/// cache together.
 constexpr size_t kBlock = 2048;
 
 template <typename T>

@@ -1,4 +1,5 @@
-/* engine/server.cc: see server.h. What is remembered of a flow stands in aggregate.h, the arithmetic in reduce.h. */
+/* engine/server.cc: see server.h. What is remembered of a flow stands in aggregate.h, the
+ * arithmetic in reduce.h. */
 #include "engine/server.h"
 
 #include <pthread.h>
@@ -27,12 +28,13 @@ using Clock = std::chrono::steady_clock;
 using fabric::EndpointId;
 using fabric::RequestId;
 
-/// Below this a partition is summed where it is noticed: handing it to another thread would take longer.
+/// Below this a partition is summed where it is noticed: handing it to another thread would take
+/// longer.
 constexpr size_t kInlineReductionBytes = 64 << 10;
 constexpr uint32_t kMaxWorkers = 1024;
 constexpr uint16_t kEveryPeer = 0xffff;  ///< in a Record that is about no one worker
-/// The control plane's word that a worker left may overtake its last pushes: they are awaited until its connection ends,
-/// or so long.
+/// The control plane's word that a worker left may overtake its last pushes: they are awaited until
+/// its connection ends, or so long.
 constexpr auto kLeaveGrace = std::chrono::milliseconds(1000);
 
 template <typename... Parts>
@@ -45,11 +47,13 @@ std::string text(const Parts&... parts) {
 bool equal_in_constant_time(const std::vector<std::byte>& a, const std::vector<std::byte>& b) {
   if (a.size() != b.size()) return false;
   volatile uint8_t difference = 0;
-  for (size_t i = 0; i < a.size(); ++i) difference = difference | std::to_integer<uint8_t>(a[i] ^ b[i]);
+  for (size_t i = 0; i < a.size(); ++i)
+    difference = difference | std::to_integer<uint8_t>(a[i] ^ b[i]);
   return difference == 0;
 }
 
-/// The progress lock. The progress thread, which takes it again at once after every turn, lets the others go first.
+/// The progress lock. The progress thread, which takes it again at once after every turn, lets the
+/// others go first.
 class ProgressLock {
  public:
   void lock() {
@@ -91,8 +95,8 @@ struct Connection {
   std::string address;
   std::shared_ptr<Landing> landing;
   std::deque<Outgoing> outgoing;
-  bool closing = false;   ///< nothing from it counts any more
-  bool explained = false; ///< that it ends is known, or was told already
+  bool closing = false;    ///< nothing from it counts any more
+  bool explained = false;  ///< that it ends is known, or was told already
 };
 
 /// What is known of a worker beside its connection.
@@ -146,7 +150,8 @@ class Engine final : public ServerEngine {
   void disconnected(const fabric::Event& event);
   void received(Connection& from, const fabric::Event& event);
   /// Empty, or which field is wrong and how.
-  std::string check(const Connection& from, const wire::Header& header, uint64_t payload_bytes) const;
+  std::string check(const Connection& from, const wire::Header& header,
+                    uint64_t payload_bytes) const;
   void violation(Connection& from, const std::string& what);
   void end(Connection& connection, Status why, bool flush);
 
@@ -168,7 +173,8 @@ class Engine final : public ServerEngine {
   void drain(Connection& connection);
   RequestId begin_write(Write write);
   void end_write(RequestId request);
-  /// Ends the writes that will never have a kWriteDone. Not done where they are lost: that is amid sending others.
+  /// Ends the writes that will never have a kWriteDone. Not done where they are lost: that is amid
+  /// sending others.
   void settle();
 
   void depart(uint32_t worker);
@@ -303,8 +309,9 @@ void Engine::close() {
     end(connection, is_closed(), /*flush=*/true);
   }
   // The fabric ends every connection within its close timeout; the margin is for a busy machine.
-  const auto deadline =
-      Clock::now() + std::chrono::milliseconds(fabric::Options().close_timeout_ms) + std::chrono::seconds(1);
+  const auto deadline = Clock::now() +
+                        std::chrono::milliseconds(fabric::Options().close_timeout_ms) +
+                        std::chrono::seconds(1);
   std::vector<fabric::Event> events;
   while (!connections_.empty() && Clock::now() < deadline) {
     events.clear();
@@ -380,19 +387,22 @@ void Engine::wake() {
 
 Status Engine::admit(uint32_t worker, uint64_t incarnation, std::vector<std::byte> token) {
   if (worker >= options_.workers) {
-    return Status(Code::kInvalidArgument, text("worker ", worker, " cannot be admitted: the job has ",
-                                               options_.workers, " workers"));
+    return Status(
+        Code::kInvalidArgument,
+        text("worker ", worker, " cannot be admitted: the job has ", options_.workers, " workers"));
   }
   if (token.size() != fabric::Hello::kTokenBytes) {
-    return Status(Code::kInvalidArgument, text("the token of worker ", worker, " has ", token.size(),
-                                               " bytes instead of ", fabric::Hello::kTokenBytes));
+    return Status(Code::kInvalidArgument,
+                  text("the token of worker ", worker, " has ", token.size(), " bytes instead of ",
+                       fabric::Hello::kTokenBytes));
   }
   // Touching so much memory takes milliseconds: not under the lock.
   auto landing = Landing::create(options_.slots_per_worker, options_.partition_bytes, worker);
   if (!landing.ok()) return landing.status();
   std::lock_guard guard(progress_lock_);
   if (closed_) return is_closed();
-  if (Status status = landing.value()->slab.enrol(*fabric_, fabric::Access::kRemoteWrite); !status.ok()) {
+  if (Status status = landing.value()->slab.enrol(*fabric_, fabric::Access::kRemoteWrite);
+      !status.ok()) {
     return status;
   }
   Member& member = members_[worker];
@@ -404,7 +414,8 @@ Status Engine::admit(uint32_t worker, uint64_t incarnation, std::vector<std::byt
   if (member.connection != nullptr && member.incarnation != incarnation) {
     member.connection->explained = true;
     end(*member.connection,
-        Status(Code::kPermissionDenied, text("worker ", worker, " was started anew elsewhere")), false);
+        Status(Code::kPermissionDenied, text("worker ", worker, " was started anew elsewhere")),
+        false);
   }
   member.admitted = true;
   member.incarnation = incarnation;
@@ -417,12 +428,12 @@ Status Engine::admit(uint32_t worker, uint64_t incarnation, std::vector<std::byt
 
 Status Engine::compare(const fabric::Hello& hello) const {
   const auto refuse = [&](const auto&... parts) {
-    return Status(Code::kPermissionDenied, text("server ", options_.server, " (", address_, ") refuses worker ",
-                                                hello.worker, ": ", parts...));
+    return Status(Code::kPermissionDenied, text("server ", options_.server, " (", address_,
+                                                ") refuses worker ", hello.worker, ": ", parts...));
   };
   if (hello.protocol_version != wire::kProtocolVersion) {
-    return refuse("it speaks protocol ", hello.protocol_version, ", the server ", wire::kProtocolVersion,
-                  "; install the same jaxrdma everywhere");
+    return refuse("it speaks protocol ", hello.protocol_version, ", the server ",
+                  wire::kProtocolVersion, "; install the same jaxrdma everywhere");
   }
   if (hello.job != options_.job) return refuse("it belongs to another job; check the addresses");
   if (hello.worker >= members_.size()) return refuse("the job has ", members_.size(), " workers");
@@ -430,7 +441,9 @@ Status Engine::compare(const fabric::Hello& hello) const {
   // One answer for all that a stranger might probe.
   if (!equal_in_constant_time(member.token, hello.token) || !member.admitted ||
       member.incarnation != hello.incarnation) {
-    return refuse("it was not admitted with this incarnation and token; is it a process of an earlier start?");
+    return refuse(
+        "it was not admitted with this incarnation and token; is it a process of an earlier "
+        "start?");
   }
   if (member.left) return refuse("it has left the job");
   return Status();
@@ -443,8 +456,10 @@ Result<std::vector<std::byte>> Engine::gate(const fabric::Hello& hello) {
   }
   Member& member = members_[hello.worker];
   if (member.landing == nullptr || member.landing->used) {
-    // The slots of the connection before may still hold contributions, or receive what it had in flight.
-    auto landing = Landing::create(options_.slots_per_worker, options_.partition_bytes, hello.worker);
+    // The slots of the connection before may still hold contributions, or receive what it had in
+    // flight.
+    auto landing =
+        Landing::create(options_.slots_per_worker, options_.partition_bytes, hello.worker);
     if (!landing.ok()) return landing.status();
     Status status = landing.value()->slab.enrol(*fabric_, fabric::Access::kRemoteWrite);
     if (!status.ok()) return status;
@@ -462,7 +477,8 @@ Connection* Engine::find(EndpointId id) {
 }
 
 void Engine::connected(const fabric::Event& event) {
-  fabric::Endpoint* endpoint = fabric_->endpoint(event.endpoint);  // null: its end is among these events too
+  fabric::Endpoint* endpoint =
+      fabric_->endpoint(event.endpoint);  // null: its end is among these events too
   Member& member = members_[event.hello->worker];
   if (member.incarnation != event.hello->incarnation) {
     if (endpoint != nullptr) {
@@ -473,7 +489,8 @@ void Engine::connected(const fabric::Event& event) {
   if (member.connection != nullptr) {
     member.connection->explained = true;
     end(*member.connection,
-        Status(Code::kUnavailable, text("worker ", event.hello->worker, " connected again")), false);
+        Status(Code::kUnavailable, text("worker ", event.hello->worker, " connected again")),
+        false);
   }
   Connection& connection = connections_[event.endpoint];
   connection.id = event.endpoint;
@@ -494,7 +511,8 @@ void Engine::disconnected(const fabric::Event& event) {
   }
   connection->outgoing.clear();
   for (size_t i = 0; i < writes_.size(); ++i) {
-    const bool queued = std::find(lost_writes_.begin(), lost_writes_.end(), i + 1) != lost_writes_.end();
+    const bool queued =
+        std::find(lost_writes_.begin(), lost_writes_.end(), i + 1) != lost_writes_.end();
     if (writes_[i].endpoint == event.endpoint && !queued) lost_writes_.push_back(i + 1);
   }
   Member& member = members_[worker];
@@ -511,13 +529,14 @@ void Engine::disconnected(const fabric::Event& event) {
 
 void Engine::end(Connection& connection, Status why, bool flush) {
   connection.closing = true;
-  if (fabric::Endpoint* endpoint = fabric_->endpoint(connection.id)) endpoint->close(std::move(why), flush);
+  if (fabric::Endpoint* endpoint = fabric_->endpoint(connection.id))
+    endpoint->close(std::move(why), flush);
 }
 
 void Engine::violation(Connection& from, const std::string& what) {
-  const std::string message = text("worker ", from.worker, " (", from.address, ") broke the protocol towards server ",
-                                   options_.server, ": ", what,
-                                   "; it was disconnected; do all processes run the same jaxrdma?");
+  const std::string message = text(
+      "worker ", from.worker, " (", from.address, ") broke the protocol towards server ",
+      options_.server, ": ", what, "; it was disconnected; do all processes run the same jaxrdma?");
   from.explained = true;
   tell({ServerEvent::Kind::kViolation, 0, 0, from.worker, message});
   end(from, Status(Code::kProtocol, message), false);
@@ -538,7 +557,8 @@ void Engine::handle(const fabric::Event& event) {
       if (event.request != 0) end_write(event.request);
       break;
     case Kind::kReceived:
-      if (Connection* from = find(event.endpoint); from != nullptr && !from->closing) received(*from, event);
+      if (Connection* from = find(event.endpoint); from != nullptr && !from->closing)
+        received(*from, event);
       break;
     case Kind::kCredits:
       if (Connection* to = find(event.endpoint); to != nullptr) drain(*to);
@@ -546,7 +566,8 @@ void Engine::handle(const fabric::Event& event) {
   }
 }
 
-std::string Engine::check(const Connection& from, const wire::Header& header, uint64_t payload_bytes) const {
+std::string Engine::check(const Connection& from, const wire::Header& header,
+                          uint64_t payload_bytes) const {
   const auto wrong = [](const char* field, const auto& expected, const auto& got) {
     return text("header field ", field, ": expected ", expected, ", got ", got);
   };
@@ -567,8 +588,9 @@ std::string Engine::check(const Connection& from, const wire::Header& header, ui
     return wrong("partition", text("less than ", flow->spec.partitions.size()), header.partition);
   }
   if (flow->piece_of[header.partition] < 0) {
-    return wrong("partition", text("one of server ", options_.server),
-                 text(header.partition, " of server ", flow->spec.partitions[header.partition].server));
+    return wrong(
+        "partition", text("one of server ", options_.server),
+        text(header.partition, " of server ", flow->spec.partitions[header.partition].server));
   }
   const Piece& piece = flow->pieces[static_cast<size_t>(flow->piece_of[header.partition])];
   if (header.dtype > static_cast<uint8_t>(DType::kBFloat16)) {
@@ -583,24 +605,30 @@ std::string Engine::check(const Connection& from, const wire::Header& header, ui
   if (header.kind != wire::Kind::kPull) {
     const bool any = header.kind == wire::Kind::kPush && flow->update();
     if (any && accumulator_dtype(dtype) != accumulator_dtype(piece.dtype)) {
-      return wrong("dtype", text("one that is summed in ", dtype_name(accumulator_dtype(piece.dtype))),
+      return wrong("dtype",
+                   text("one that is summed in ", dtype_name(accumulator_dtype(piece.dtype))),
                    dtype_name(dtype));
     }
-    if (!any && dtype != piece.dtype) return wrong("dtype", dtype_name(piece.dtype), dtype_name(dtype));
+    if (!any && dtype != piece.dtype)
+      return wrong("dtype", dtype_name(piece.dtype), dtype_name(dtype));
     bytes = piece.elements * dtype_bytes(dtype);
   }
   if (header.bytes != bytes) return wrong("bytes", bytes, header.bytes);
-  if (payload_bytes != bytes) return wrong("bytes", text(bytes, " after the header"), payload_bytes);
+  if (payload_bytes != bytes)
+    return wrong("bytes", text(bytes, " after the header"), payload_bytes);
   if (header.kind != wire::Kind::kPush && !flow->update()) {
-    return wrong("kind", "a push: this flow averages gradients, servers hold no parameters of it", kind);
+    return wrong("kind", "a push: this flow averages gradients, servers hold no parameters of it",
+                 kind);
   }
   if (header.kind != wire::Kind::kInit) return "";
-  if (from.worker != 0) return wrong("kind", "init from worker 0 alone", text("init from worker ", from.worker));
+  if (from.worker != 0)
+    return wrong("kind", "init from worker 0 alone", text("init from worker ", from.worker));
   if (piece.initialised || piece.published >= 0) {
     return wrong("kind", "one init per partition", text("another of partition ", header.partition));
   }
   if (flow->init_step >= 0 && header.step != flow->init_step) {
-    return wrong("step", text(flow->init_step, " like the init of the other partitions"), header.step);
+    return wrong("step", text(flow->init_step, " like the init of the other partitions"),
+                 header.step);
   }
   return "";
 }
@@ -610,14 +638,16 @@ void Engine::received(Connection& from, const fabric::Event& event) {
   Landing& landing = *from.landing;
   const uint32_t slot = event.immediate;
   if (slot >= landing.slots()) {
-    return violation(from, text("immediate: expected a slot below ", landing.slots(), ", got ", slot));
+    return violation(from,
+                     text("immediate: expected a slot below ", landing.slots(), ", got ", slot));
   }
   if (landing.occupied(slot)) {
-    return violation(from, text("immediate: expected a free slot, got ", slot, ", which has not been given back"));
+    return violation(from, text("immediate: expected a free slot, got ", slot,
+                                ", which has not been given back"));
   }
   if (event.bytes < sizeof(wire::Header)) {
-    return violation(from, text("write: expected a header of ", sizeof(wire::Header), " bytes, got ", event.bytes,
-                                " bytes"));
+    return violation(from, text("write: expected a header of ", sizeof(wire::Header),
+                                " bytes, got ", event.bytes, " bytes"));
   }
   // A copy: the peer could go on writing into the slot.
   wire::Header header;
@@ -639,7 +669,8 @@ void Engine::received(Connection& from, const fabric::Event& event) {
 
 void Engine::refuse(Connection& from, const wire::Header& header, uint32_t slot, wire::Answer why) {
   ++dropped_[from.worker];
-  recorder_.add(Stage::kDropped, header.flow, header.step, header.partition, static_cast<uint16_t>(from.worker));
+  recorder_.add(Stage::kDropped, header.flow, header.step, header.partition,
+                static_cast<uint16_t>(from.worker));
   say(from.id, why, header.reply_tag);
   free_slot(from.landing, slot, from.id);
 }
@@ -648,18 +679,25 @@ void Engine::push(Connection& from, const wire::Header& header, uint32_t slot, P
   Aggregate& flow = *piece.flow;
   bytes_pushed_ += header.bytes;
   if (!flow.update() && piece.version < 0) {
-    for (Piece& each : flow.pieces) each.begin(header.step);  // an average begins wherever its workers do
+    for (Piece& each : flow.pieces)
+      each.begin(header.step);  // an average begins wherever its workers do
   }
   if (header.step < piece.version) return refuse(from, header, slot, wire::Answer::kStale);
   if (header.step > piece.version) return refuse(from, header, slot, wire::Answer::kAhead);
 
-  const Reply reply{from.worker, from.id, {header.reply_address, header.reply_key}, header.reply_tag, header.step + 1};
+  const Reply reply{from.worker,
+                    from.id,
+                    {header.reply_address, header.reply_key},
+                    header.reply_tag,
+                    header.step + 1};
   if (piece.contributed[from.worker]) {
     ++duplicates_;
-    recorder_.add(Stage::kDropped, header.flow, header.step, header.partition, static_cast<uint16_t>(from.worker));
-    const auto known = std::find_if(piece.replies.begin(), piece.replies.end(), [&](const Reply& each) {
-      return each.worker == from.worker && each.wanted == reply.wanted;
-    });
+    recorder_.add(Stage::kDropped, header.flow, header.step, header.partition,
+                  static_cast<uint16_t>(from.worker));
+    const auto known =
+        std::find_if(piece.replies.begin(), piece.replies.end(), [&](const Reply& each) {
+          return each.worker == from.worker && each.wanted == reply.wanted;
+        });
     if (known != piece.replies.end()) {
       *known = reply;
     } else {
@@ -667,18 +705,23 @@ void Engine::push(Connection& from, const wire::Header& header, uint32_t slot, P
     }
     return free_slot(from.landing, slot, from.id);
   }
-  recorder_.add(Stage::kLanded, header.flow, header.step, header.partition, static_cast<uint16_t>(from.worker));
+  recorder_.add(Stage::kLanded, header.flow, header.step, header.partition,
+                static_cast<uint16_t>(from.worker));
   piece.contributed[from.worker] = true;
   ++piece.arrived;
   piece.replies.push_back(reply);
-  piece.waiting.push_back({from.worker, static_cast<DType>(header.dtype), from.landing, slot, from.id});
+  piece.waiting.push_back(
+      {from.worker, static_cast<DType>(header.dtype), from.landing, slot, from.id});
   if (!departed_.empty()) check_stranded(piece);
   advance(piece);
 }
 
 void Engine::pull(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
-  piece.replies.push_back(
-      {from.worker, from.id, {header.reply_address, header.reply_key}, header.reply_tag, header.step});
+  piece.replies.push_back({from.worker,
+                           from.id,
+                           {header.reply_address, header.reply_key},
+                           header.reply_tag,
+                           header.step});
   free_slot(from.landing, slot, from.id);
   send_replies(piece);
 }
@@ -686,12 +729,16 @@ void Engine::pull(Connection& from, const wire::Header& header, uint32_t slot, P
 void Engine::init(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
   Aggregate& flow = *piece.flow;
   bytes_pushed_ += header.bytes;
-  recorder_.add(Stage::kLanded, header.flow, header.step, header.partition, static_cast<uint16_t>(from.worker));
+  recorder_.add(Stage::kLanded, header.flow, header.step, header.partition,
+                static_cast<uint16_t>(from.worker));
   std::memcpy(piece.result, from.landing->payload(slot), piece.bytes());
   piece.initialised = true;
   flow.init_step = header.step;
-  piece.replies.push_back(
-      {from.worker, from.id, {header.reply_address, header.reply_key}, header.reply_tag, header.step});
+  piece.replies.push_back({from.worker,
+                           from.id,
+                           {header.reply_address, header.reply_key},
+                           header.reply_tag,
+                           header.step});
   free_slot(from.landing, slot, from.id);
   if (++flow.initialised == flow.pieces.size()) {
     flow.updating = true;
@@ -756,7 +803,9 @@ void Engine::complete(Piece& piece) {
 
 void Engine::ready(Aggregate& flow) {
   // Python will overwrite the parameters: nothing may be reading them any more.
-  if (!flow.update() || flow.updating || flow.complete < flow.pieces.size() || flow.replies_in_flight > 0) return;
+  if (!flow.update() || flow.updating || flow.complete < flow.pieces.size() ||
+      flow.replies_in_flight > 0)
+    return;
   flow.updating = true;
   tell({ServerEvent::Kind::kStepReady, flow.spec.id, flow.pieces.front().version, 0, ""});
 }
@@ -767,7 +816,8 @@ void Engine::send_slot(Piece& piece) {
   const Reply to = piece.replies.front();
   piece.waiting.clear();
   piece.replies.clear();
-  recorder_.add(Stage::kReduced, flow.spec.id, piece.version, piece.partition, static_cast<uint16_t>(from.worker));
+  recorder_.add(Stage::kReduced, flow.spec.id, piece.version, piece.partition,
+                static_cast<uint16_t>(from.worker));
   ++flow.means;
   ++flow.summed_of_worker[from.worker];
   piece.begin(piece.version + 1);
@@ -778,15 +828,17 @@ void Engine::send_slot(Piece& piece) {
   write.endpoint = to.endpoint;
   write.landing = from.landing;
   write.slot = from.slot;
-  post(to.endpoint, {from.landing->slab.slice(from.landing->payload(from.slot), piece.bytes()), to.target,
-                     wire::answer(wire::Answer::kResult, to.tag), begin_write(std::move(write))});
+  post(to.endpoint,
+       {from.landing->slab.slice(from.landing->payload(from.slot), piece.bytes()), to.target,
+        wire::answer(wire::Answer::kResult, to.tag), begin_write(std::move(write))});
 }
 
 void Engine::send_replies(Piece& piece) {
   Aggregate& flow = *piece.flow;
   if (!flow.readable()) return;
-  const auto due = std::stable_partition(piece.replies.begin(), piece.replies.end(),
-                                         [&](const Reply& each) { return each.wanted > piece.published; });
+  const auto due =
+      std::stable_partition(piece.replies.begin(), piece.replies.end(),
+                            [&](const Reply& each) { return each.wanted > piece.published; });
   for (auto reply = due; reply != piece.replies.end(); ++reply) {
     if (Connection* to = find(reply->endpoint); to == nullptr || to->closing) continue;
     Write write;
@@ -795,15 +847,17 @@ void Engine::send_replies(Piece& piece) {
     ++piece.replies_in_flight;
     ++flow.replies_in_flight;
     bytes_pulled_ += piece.bytes();
-    post(reply->endpoint, {flow.result_slice(piece), reply->target, wire::answer(wire::Answer::kResult, reply->tag),
-                           begin_write(std::move(write))});
+    post(reply->endpoint,
+         {flow.result_slice(piece), reply->target, wire::answer(wire::Answer::kResult, reply->tag),
+          begin_write(std::move(write))});
   }
   piece.replies.erase(due, piece.replies.end());
 }
 
 // --- What goes out.
 
-void Engine::free_slot(const std::shared_ptr<Landing>& landing, uint32_t slot, EndpointId endpoint) {
+void Engine::free_slot(const std::shared_ptr<Landing>& landing, uint32_t slot,
+                       EndpointId endpoint) {
   landing->free(slot);
   say(endpoint, wire::Answer::kCredit, slot);
 }
@@ -824,12 +878,13 @@ void Engine::post(EndpointId endpoint, Outgoing outgoing) {
 
 void Engine::drain(Connection& connection) {
   fabric::Endpoint* endpoint = fabric_->endpoint(connection.id);
-  while (endpoint != nullptr && !connection.closing && !connection.outgoing.empty() && endpoint->credits() > 0) {
+  while (endpoint != nullptr && !connection.closing && !connection.outgoing.empty() &&
+         endpoint->credits() > 0) {
     const Outgoing outgoing = connection.outgoing.front();
     connection.outgoing.pop_front();
     const size_t slices = outgoing.source.bytes > 0 ? 1 : 0;
-    Status status =
-        endpoint->write({&outgoing.source, slices}, outgoing.target, outgoing.immediate, outgoing.request);
+    Status status = endpoint->write({&outgoing.source, slices}, outgoing.target, outgoing.immediate,
+                                    outgoing.request);
     if (!status.ok()) {
       if (outgoing.request != 0) lost_writes_.push_back(outgoing.request);
       end(connection, std::move(status), false);
@@ -871,14 +926,16 @@ void Engine::settle() {
 // --- Flows.
 
 Status Engine::add_flow(FlowSpec spec) {
-  if (Status status = check_flow(spec, options_.servers, options_.partition_bytes); !status.ok()) return status;
+  if (Status status = check_flow(spec, options_.servers, options_.partition_bytes); !status.ok())
+    return status;
   const uint16_t id = spec.id;
   auto flow = Aggregate::create(std::move(spec), options_.server, options_.workers);
   if (!flow.ok()) return flow.status();
   std::lock_guard guard(progress_lock_);
   if (closed_) return is_closed();
   if (find_flow(id) != nullptr) {
-    return Status(Code::kInvalidArgument, text("server ", options_.server, " has a flow ", id, " already"));
+    return Status(Code::kInvalidArgument,
+                  text("server ", options_.server, " has a flow ", id, " already"));
   }
   for (Slab* slab : {&flow.value()->accumulators, &flow.value()->results}) {
     if (Status status = slab->enrol(*fabric_, fabric::Access::kLocal); !status.ok()) {
@@ -899,31 +956,37 @@ Result<LeafShard> Engine::shard(uint16_t id, uint32_t leaf, bool gradient) {
                   text("server ", options_.server, " knows no leaf ", leaf, " of a flow ", id));
   }
   if (!flow->update()) {
-    return Status(Code::kInvalidArgument, text("flow ", id, " averages: its servers run no update"));
+    return Status(Code::kInvalidArgument,
+                  text("flow ", id, " averages: its servers run no update"));
   }
   LeafShard shard;
   shard.data = gradient ? flow->accumulator_of_leaf[leaf] : flow->result_of_leaf[leaf];
-  shard.dtype = gradient ? accumulator_dtype(flow->spec.leaves[leaf].dtype) : flow->spec.leaves[leaf].dtype;
+  shard.dtype =
+      gradient ? accumulator_dtype(flow->spec.leaves[leaf].dtype) : flow->spec.leaves[leaf].dtype;
   shard.elements = flow->elements_of_leaf[leaf];
   return shard;
 }
 
 Result<LeafShard> Engine::gradient(uint16_t flow, uint32_t leaf) { return shard(flow, leaf, true); }
-Result<LeafShard> Engine::parameters(uint16_t flow, uint32_t leaf) { return shard(flow, leaf, false); }
+Result<LeafShard> Engine::parameters(uint16_t flow, uint32_t leaf) {
+  return shard(flow, leaf, false);
+}
 
 Status Engine::publish(uint16_t id, int64_t step) {
   std::lock_guard guard(progress_lock_);
   if (closed_) return is_closed();
   Aggregate* flow = find_flow(id);
   const auto refuse = [&](const auto&... parts) {
-    return Status(Code::kInvalidArgument, text("flow ", id, " cannot be published at step ", step, ": ", parts...));
+    return Status(Code::kInvalidArgument,
+                  text("flow ", id, " cannot be published at step ", step, ": ", parts...));
   };
   if (flow == nullptr || !flow->update()) return refuse("there is no such flow with an update");
   if (step <= flow->published()) return refuse("it has reached step ", flow->published());
   const bool begun = flow->initialised > 0 && flow->published() < 0;
   const bool summing = std::any_of(flow->pieces.begin(), flow->pieces.end(),
                                    [](const Piece& piece) { return piece.arrived > 0; });
-  if (!flow->updating && (begun || summing)) return refuse("its parameters or gradients are still landing");
+  if (!flow->updating && (begun || summing))
+    return refuse("its parameters or gradients are still landing");
   if (flow->complete > 0) ++flow->steps;
   flow->complete = 0;
   flow->updating = false;
@@ -984,8 +1047,8 @@ void Engine::check_stranded(const Piece& piece) {
     flow.stranded = true;
     tell({ServerEvent::Kind::kStranded, flow.spec.id, piece.version, worker,
           text("worker ", worker, " left the job, but ", piece.arrived, " of ", options_.workers,
-               " workers wait for its contribution to step ", piece.version, " of flow ", flow.spec.id,
-               "; all workers must run the same number of steps")});
+               " workers wait for its contribution to step ", piece.version, " of flow ",
+               flow.spec.id, "; all workers must run the same number of steps")});
   }
 }
 
@@ -1012,17 +1075,20 @@ ServerStats Engine::stats() const {
 
 Result<std::shared_ptr<ServerEngine>> ServerEngine::create(ServerOptions options) {
   const auto refuse = [&](const auto&... parts) {
-    return Status(Code::kInvalidArgument, text("server ", options.server, " cannot be: ", parts...));
+    return Status(Code::kInvalidArgument,
+                  text("server ", options.server, " cannot be: ", parts...));
   };
   if (options.server >= options.servers) return refuse("the job has ", options.servers, " servers");
   if (options.workers == 0 || options.workers > kMaxWorkers) {
     return refuse(options.workers, " workers, from 1 to ", kMaxWorkers, " are possible");
   }
   if (options.slots_per_worker == 0 || options.slots_per_worker > wire::kTagMask) {
-    return refuse(options.slots_per_worker, " landing slots per worker, from 1 to ", wire::kTagMask, " are possible");
+    return refuse(options.slots_per_worker, " landing slots per worker, from 1 to ", wire::kTagMask,
+                  " are possible");
   }
   if (options.partition_bytes < sizeof(double)) {
-    return refuse("partitions of ", options.partition_bytes, " bytes hold no element of every type");
+    return refuse("partitions of ", options.partition_bytes,
+                  " bytes hold no element of every type");
   }
   fabric::Options fabric_options;
   // A worker writes into a slot it was given, so that many writes must never wait for a receive.

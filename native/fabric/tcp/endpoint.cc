@@ -21,8 +21,8 @@ constexpr int64_t kMillisecond = 1'000'000;
 constexpr size_t kBudgetBytes = 1 << 20;
 // Pieces of one sendmsg: a dozen small writes leave in one call; more would gain little.
 constexpr int kMaxPieces = 64;
-// A refused attempt on one machine costs microseconds, so the first retries are quick; peers that are slow to start
-// take seconds, and are not disturbed more than twice a second.
+// A refused attempt on one machine costs microseconds, so the first retries are quick; peers that
+// are slow to start take seconds, and are not disturbed more than twice a second.
 constexpr int64_t kFirstBackoffNs = 10 * kMillisecond;
 constexpr int64_t kLastBackoffNs = 500 * kMillisecond;
 // One of several addresses of a host that does not answer must not eat all of the time.
@@ -30,7 +30,8 @@ constexpr int64_t kAttemptNs = 3000 * kMillisecond;
 
 std::string seconds_since(int64_t began_ns) {
   char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(monotonic_ns() - began_ns) * 1e-9);
+  std::snprintf(text, sizeof(text), "%.1f s",
+                static_cast<double>(monotonic_ns() - began_ns) * 1e-9);
   return text;
 }
 
@@ -52,8 +53,8 @@ const char* type_name(FrameType type) {
 
 }  // namespace
 
-TcpEndpoint::TcpEndpoint(TcpFabric& fabric, EndpointId id, std::string address, HostPort where, const Hello& hello,
-                         int timeout_ms)
+TcpEndpoint::TcpEndpoint(TcpFabric& fabric, EndpointId id, std::string address, HostPort where,
+                         const Hello& hello, int timeout_ms)
     : fabric_(fabric),
       id_(id),
       accepted_(false),
@@ -66,7 +67,8 @@ TcpEndpoint::TcpEndpoint(TcpFabric& fabric, EndpointId id, std::string address, 
       give_up_ns_(began_ns_ + std::max(timeout_ms, 0) * kMillisecond),
       backoff_ns_(kFirstBackoffNs) {}
 
-TcpEndpoint::TcpEndpoint(TcpFabric& fabric, EndpointId id, Fd socket, const SocketAddress& peer, size_t listener)
+TcpEndpoint::TcpEndpoint(TcpFabric& fabric, EndpointId id, Fd socket, const SocketAddress& peer,
+                         size_t listener)
     : fabric_(fabric),
       id_(id),
       accepted_(true),
@@ -182,10 +184,11 @@ void TcpEndpoint::on_connected() {
 }
 
 void TcpEndpoint::give_up() {
-  const char* stage = state_ == State::kAwaitReply ? "it took the connection, but did not answer the hello"
-                                                   : last_error_.c_str();
-  die({Code::kUnavailable, "could not connect to " + peer_ + " within " + seconds_since(began_ns_) + " (" +
-                               std::to_string(attempts_) + " attempts; the last: " + stage +
+  const char* stage = state_ == State::kAwaitReply
+                          ? "it took the connection, but did not answer the hello"
+                          : last_error_.c_str();
+  die({Code::kUnavailable, "could not connect to " + peer_ + " within " + seconds_since(began_ns_) +
+                               " (" + std::to_string(attempts_) + " attempts; the last: " + stage +
                                "). Is the peer running, and is this the address it listens at?"});
 }
 
@@ -208,7 +211,8 @@ void TcpEndpoint::on_hello() {
     verdict = check_hello(reply);
   }
   if (!verdict.ok()) {
-    enqueue(FrameType::kHelloReply, static_cast<Immediate>(verdict.code()), printable(verdict.message()));
+    enqueue(FrameType::kHelloReply, static_cast<Immediate>(verdict.code()),
+            printable(verdict.message()));
     begin_flushing();
     return;
   }
@@ -251,11 +255,13 @@ void TcpEndpoint::open(Hello peer) {
 
 // ---- Sending.
 
-Status TcpEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate, RequestId request) {
+Status TcpEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
+                          RequestId request) {
   if (state_ != State::kOpen || send_error_ != 0) {
     return {Code::kUnavailable, "the connection to " + peer_ + " is not open"};
   }
-  if (local.size() > kMaxSlices) return {Code::kInvalidArgument, "a write of more than kMaxSlices slices"};
+  if (local.size() > kMaxSlices)
+    return {Code::kInvalidArgument, "a write of more than kMaxSlices slices"};
   if (credits_ == 0) return {Code::kResource, "no credit to write to " + peer_};
   for (const Slice& slice : local) {
     if (slice.bytes == 0) continue;
@@ -323,7 +329,8 @@ bool TcpEndpoint::flush() {
       if (frame.header.type != FrameType::kWrite) {
         add(frame.body.data(), frame.body.size());
       } else {
-        for (uint32_t k = 0; k < frame.slice_count; ++k) add(frame.slices[k].iov_base, frame.slices[k].iov_len);
+        for (uint32_t k = 0; k < frame.slice_count; ++k)
+          add(frame.slices[k].iov_base, frame.slices[k].iov_len);
       }
     }
     msghdr message{};
@@ -388,8 +395,8 @@ uint32_t TcpEndpoint::take_credits_to_return() {
 }
 
 void TcpEndpoint::return_credits_if_due() {
-  // Writes of our own carry credits for nothing. A frame of their own is worth it when the peer has none left, or when
-  // half of all it can have are here.
+  // Writes of our own carry credits for nothing. A frame of their own is worth it when the peer has
+  // none left, or when half of all it can have are here.
   const uint32_t half = std::max<uint32_t>(1, fabric_.options().receive_depth / 2);
   if (credits_to_return_ == 0 || (peer_credits_ != 0 && credits_to_return_ < half)) return;
   const bool idle = queue_.empty();
@@ -405,7 +412,8 @@ void TcpEndpoint::watch_socket() {
   if (wanted == watched_) return;
   const int error = fabric_.watch(socket_.get(), id_, wanted, watched_ == 0);
   watched_ = wanted;
-  if (error != 0) die({Code::kResource, "could not watch the connection to " + peer_ + ": " + errno_text(error)});
+  if (error != 0)
+    die({Code::kResource, "could not watch the connection to " + peer_ + ": " + errno_text(error)});
 }
 
 // ---- Receiving.
@@ -469,7 +477,8 @@ bool TcpEndpoint::receive(bool until_error) {
       return moved;
     }
     if (result == 0) {
-      lost(in_body_ || next_have_ > 0 ? "it closed the connection in the middle of a frame" : "it closed the connection");
+      lost(in_body_ || next_have_ > 0 ? "it closed the connection in the middle of a frame"
+                                      : "it closed the connection");
       return true;
     }
     moved = true;
@@ -515,7 +524,8 @@ void TcpEndpoint::on_header() {
     return;
   }
   if (header_.type != FrameType::kWrite && header_.length > kMaxBodyBytes) {
-    violation("a " + std::string(type_name(header_.type)) + " of " + std::to_string(header_.length) + " bytes");
+    violation("a " + std::string(type_name(header_.type)) + " of " +
+              std::to_string(header_.length) + " bytes");
     return;
   }
   if (state_ == State::kOpen) {
@@ -539,7 +549,8 @@ void TcpEndpoint::on_header() {
       --peer_credits_;
       if (header_.length > 0) {
         const char* why = nullptr;
-        if (fabric_.memory().find({header_.address, header_.key}, header_.length, &why) == nullptr) {
+        if (fabric_.memory().find({header_.address, header_.key}, header_.length, &why) ==
+            nullptr) {
           violation("a write of " + std::to_string(header_.length) + " bytes whose key " + why);
           return;
         }
@@ -581,8 +592,10 @@ void TcpEndpoint::on_body() {
     case FrameType::kCredit:
       return;
     case FrameType::kClose: {
-      const std::string text = printable({reinterpret_cast<const char*>(body_.data()), body_.size()});
-      die({Code::kUnavailable, "the peer at " + peer_ + " closed the connection" + (text.empty() ? "" : ": " + text)});
+      const std::string text =
+          printable({reinterpret_cast<const char*>(body_.data()), body_.size()});
+      die({Code::kUnavailable,
+           "the peer at " + peer_ + " closed the connection" + (text.empty() ? "" : ": " + text)});
       return;
     }
   }
@@ -651,8 +664,9 @@ void TcpEndpoint::on_deadline() {
 }
 
 void TcpEndpoint::violation(const std::string& what) {
-  const Status why(Code::kProtocol,
-                   "the peer at " + peer_ + " broke the protocol of the data connection: it sent " + what);
+  const Status why(
+      Code::kProtocol,
+      "the peer at " + peer_ + " broke the protocol of the data connection: it sent " + what);
   // Strangers get no answer: they may not even speak this protocol.
   if (state_ == State::kOpen) {
     end(why, "protocol violation: you sent " + what);
@@ -663,7 +677,8 @@ void TcpEndpoint::violation(const std::string& what) {
 
 void TcpEndpoint::lost(const std::string& how) {
   if (state_ == State::kAwaitReply) {
-    // Before its hello the peer may be one that just starts, or ends, or has its hands full: tried again.
+    // Before its hello the peer may be one that just starts, or ends, or has its hands full: tried
+    // again.
     next_address_ = addresses_.size();
     attempt_failed("before it answered the hello, " + how);
     return;
@@ -672,7 +687,8 @@ void TcpEndpoint::lost(const std::string& how) {
 }
 
 void TcpEndpoint::close(Status why, bool flush_first) {
-  if (ended_ || state_ == State::kFlushing || state_ == State::kDraining || state_ == State::kDead) return;
+  if (ended_ || state_ == State::kFlushing || state_ == State::kDraining || state_ == State::kDead)
+    return;
   const std::string text = printable(why.message());
   if (state_ != State::kOpen || !flush_first || send_error_ != 0) {
     end(std::move(why), text);
@@ -696,8 +712,9 @@ void TcpEndpoint::end(Status why, const std::string& text) {
 }
 
 void TcpEndpoint::begin_flushing() {
-  // Closing a socket that holds unread bytes resets the connection, and a reset takes what was sent before along. So
-  // the sending direction is shut, what comes is read and dropped, and the peer closes first.
+  // Closing a socket that holds unread bytes resets the connection, and a reset takes what was sent
+  // before along. So the sending direction is shut, what comes is read and dropped, and the peer
+  // closes first.
   state_ = State::kFlushing;
   set_deadline(monotonic_ns() + fabric_.options().close_timeout_ms * kMillisecond);
   flush();

@@ -24,15 +24,17 @@ inline constexpr int64_t kNever = INT64_MAX;
 class TcpEndpoint final : public Endpoint {
  public:
   /// The connecting side. `start` begins.
-  TcpEndpoint(TcpFabric& fabric, EndpointId id, std::string address, HostPort where, const Hello& hello,
-              int timeout_ms);
+  TcpEndpoint(TcpFabric& fabric, EndpointId id, std::string address, HostPort where,
+              const Hello& hello, int timeout_ms);
   /// The accepting side, of a connection just accepted by listener `listener`.
-  TcpEndpoint(TcpFabric& fabric, EndpointId id, Fd socket, const SocketAddress& peer, size_t listener);
+  TcpEndpoint(TcpFabric& fabric, EndpointId id, Fd socket, const SocketAddress& peer,
+              size_t listener);
   ~TcpEndpoint() override;
 
   EndpointId id() const override { return id_; }
   const std::string& peer_address() const override { return peer_; }
-  Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate, RequestId request) override;
+  Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
+               RequestId request) override;
   size_t credits() const override { return credits_; }
   void release(size_t count) override;
   size_t outstanding() const override { return outstanding_; }
@@ -61,7 +63,8 @@ class TcpEndpoint final : public Endpoint {
     kAwaitReply,  ///< hello sent; the peer's is to come
     kOpen,
     kFlushing,  ///< ends: sends what is queued, ignores what comes
-    kDraining,  ///< ends: all is sent and the sending direction shut; waits until the peer has seen it and closes
+    kDraining,  ///< ends: all is sent and the sending direction shut; waits until the peer has seen
+                ///< it and closes
     kDead,      ///< no socket
   };
 
@@ -93,7 +96,9 @@ class TcpEndpoint final : public Endpoint {
   void watch_socket();
 
   // Receiving.
-  bool receives() const { return state_ == State::kOpen || state_ == State::kAwaitHello || state_ == State::kAwaitReply; }
+  bool receives() const {
+    return state_ == State::kOpen || state_ == State::kAwaitHello || state_ == State::kAwaitReply;
+  }
   bool receive(bool until_error);
   bool discard();
   void on_header();

@@ -11,7 +11,9 @@
 
 namespace jaxrdma::fabric {
 
-Result<std::unique_ptr<Fabric>> make_tcp_fabric(const Options& options) { return tcp::TcpFabric::create(options); }
+Result<std::unique_ptr<Fabric>> make_tcp_fabric(const Options& options) {
+  return tcp::TcpFabric::create(options);
+}
 
 namespace tcp {
 
@@ -23,7 +25,8 @@ constexpr uint64_t kListenerTag = uint64_t{1} << 33;
 
 constexpr int kMaxReady = 64;
 constexpr int kAcceptsPerPoll = 16;
-// Out of descriptors: the backlog keeps the peers, and asking at once again would only burn the processor.
+// Out of descriptors: the backlog keeps the peers, and asking at once again would only burn the
+// processor.
 constexpr int64_t kListenPauseNs = 100'000'000;
 constexpr int kBacklog = 512;
 
@@ -31,8 +34,9 @@ constexpr int kBacklog = 512;
 
 Result<std::unique_ptr<Fabric>> TcpFabric::create(const Options& options) {
   if (options.receive_depth == 0 || options.receive_depth > kMaxReceiveDepth) {
-    return Status(Code::kInvalidArgument, "receive_depth is " + std::to_string(options.receive_depth) +
-                                              ", not between 1 and " + std::to_string(kMaxReceiveDepth));
+    return Status(Code::kInvalidArgument,
+                  "receive_depth is " + std::to_string(options.receive_depth) +
+                      ", not between 1 and " + std::to_string(kMaxReceiveDepth));
   }
   Fd epoll(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll.open()) return Status(Code::kResource, "no epoll descriptor: " + errno_text(errno));
@@ -55,7 +59,8 @@ TcpFabric::TcpFabric(const Options& options, Fd epoll, Fd event)
 
 TcpFabric::~TcpFabric() = default;
 
-Result<std::unique_ptr<MemoryRegion>> TcpFabric::register_memory(std::byte* data, size_t bytes, Access access) {
+Result<std::unique_ptr<MemoryRegion>> TcpFabric::register_memory(std::byte* data, size_t bytes,
+                                                                 Access access) {
   if (data == nullptr || bytes == 0) {
     return Status(Code::kInvalidArgument, "memory to register must not be null or empty");
   }
@@ -94,13 +99,15 @@ Result<std::string> TcpFabric::listen(const std::string& address, Gatekeeper gat
   return Status(Code::kResource, "could not listen at " + address + ": " + reason);
 }
 
-Result<EndpointId> TcpFabric::connect(const std::string& address, const Hello& hello, int timeout_ms) {
+Result<EndpointId> TcpFabric::connect(const std::string& address, const Hello& hello,
+                                      int timeout_ms) {
   auto where = split_address(address);
   if (!where.ok()) return where.status();
   Status fits = check_hello(hello);
   if (!fits.ok()) return fits;
   const EndpointId id = next_id_++;
-  auto endpoint = std::make_unique<TcpEndpoint>(*this, id, address, std::move(where.value()), hello, timeout_ms);
+  auto endpoint = std::make_unique<TcpEndpoint>(*this, id, address, std::move(where.value()), hello,
+                                                timeout_ms);
   TcpEndpoint& placed = *endpoint;
   endpoints_.emplace(id, std::move(endpoint));
   placed.start();
@@ -140,18 +147,23 @@ void TcpFabric::deadline_changed(int64_t deadline_ns) {
 bool TcpFabric::poll(std::vector<Event>& events) {
   const size_t before = events.size();
   bool moved = false;
+  bool deliver_only = false;
   if (have_later_) {
     have_later_ = false;
     std::move(later_.begin(), later_.end(), std::back_inserter(events));
     later_.clear();
+    // The usual case after a write that the socket took at once. Asking the kernel can wait for the
+    // next call, but not for ever: an owner may answer each event with another such write.
+    deliver_only = std::exchange(delivered_only_, true) == false;
   }
+  if (!deliver_only) delivered_only_ = false;
   polling_ = &events;
 
   {
     const std::lock_guard lock(ready_mutex_);
     working_.swap(ready_);
   }
-  if (working_.empty()) {
+  if (working_.empty() && !deliver_only) {
     std::array<epoll_event, kMaxReady> found;
     const int count = epoll_wait(epoll_.get(), found.data(), kMaxReady, 0);
     for (int i = 0; i < count; ++i) working_.push_back({found[i].data.u64, found[i].events});
@@ -163,7 +175,8 @@ bool TcpFabric::poll(std::vector<Event>& events) {
       continue;
     }
     const auto found = endpoints_.find(static_cast<EndpointId>(ready.tag));
-    if (found != endpoints_.end() && !found->second->dead()) moved |= found->second->on_ready(ready.epoll_events);
+    if (found != endpoints_.end() && !found->second->dead())
+      moved |= found->second->on_ready(ready.epoll_events);
   }
   working_.clear();
 
@@ -195,8 +208,10 @@ void TcpFabric::wait(int timeout_ms) {
   if (!reason() && timeout_ms != 0) {
     const int64_t deadline = next_deadline_ns_;
     if (deadline != kNever) {
-      const int64_t left_ms = std::max<int64_t>(0, (deadline - monotonic_ns() + 999'999) / 1'000'000);
-      if (timeout_ms < 0 || left_ms < timeout_ms) timeout_ms = static_cast<int>(std::min<int64_t>(left_ms, 3'600'000));
+      const int64_t left_ms =
+          std::max<int64_t>(0, (deadline - monotonic_ns() + 999'999) / 1'000'000);
+      if (timeout_ms < 0 || left_ms < timeout_ms)
+        timeout_ms = static_cast<int>(std::min<int64_t>(left_ms, 3'600'000));
     }
     std::array<epoll_event, kMaxReady> found;
     const int count = epoll_wait(epoll_.get(), found.data(), kMaxReady, timeout_ms);
@@ -226,7 +241,8 @@ bool TcpFabric::accept(size_t index) {
   for (int i = 0; i < kAcceptsPerPoll; ++i) {
     SocketAddress peer;
     peer.bytes = sizeof(peer.storage);
-    Fd socket(accept4(listener.socket.get(), peer.get(), &peer.bytes, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    Fd socket(
+        accept4(listener.socket.get(), peer.get(), &peer.bytes, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket.open()) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno != EAGAIN) {
@@ -238,7 +254,8 @@ bool TcpFabric::accept(size_t index) {
       return moved;
     }
     moved = true;
-    if (pending_hellos_ >= options_.max_pending_hellos) continue;  // closes it; a peer of ours tries again
+    if (pending_hellos_ >= options_.max_pending_hellos)
+      continue;  // closes it; a peer of ours tries again
     ++pending_hellos_;
     const EndpointId id = next_id_++;
     auto endpoint = std::make_unique<TcpEndpoint>(*this, id, std::move(socket), peer, index);

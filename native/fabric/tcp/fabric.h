@@ -18,18 +18,21 @@ struct epoll_event;
 
 namespace jaxrdma::fabric::tcp {
 
-/// Threads. Everything under the owner's lock but `wait`, `wake` and the resolver's thread, which touch only the
-/// descriptors of the epoll set and of the event counter, the atomics, and what ready_mutex_ guards.
+/// Threads. Everything under the owner's lock but `wait`, `wake` and the resolver's thread, which
+/// touch only the descriptors of the epoll set and of the event counter, the atomics, and what
+/// ready_mutex_ guards.
 class TcpFabric final : public Fabric {
  public:
   static Result<std::unique_ptr<Fabric>> create(const Options& options);
   ~TcpFabric() override;
 
   const char* name() const override { return "tcp"; }
-  Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes, Access access) override;
+  Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes,
+                                                        Access access) override;
   bool registration_is_cheap() const override { return true; }
   Result<std::string> listen(const std::string& address, Gatekeeper gatekeeper) override;
-  Result<EndpointId> connect(const std::string& address, const Hello& hello, int timeout_ms) override;
+  Result<EndpointId> connect(const std::string& address, const Hello& hello,
+                             int timeout_ms) override;
   Endpoint* endpoint(EndpointId id) override;
   bool poll(std::vector<Event>& events) override;
   void wait(int timeout_ms) override;
@@ -47,7 +50,8 @@ class TcpFabric final : public Fabric {
   void unwatch(int fd);
   /// The endpoint's deadline is now `deadline_ns`.
   void deadline_changed(int64_t deadline_ns);
-  /// The endpoint is dead, or has ended for its owner: to be looked at when this call of `poll` ends.
+  /// The endpoint is dead, or has ended for its owner: to be looked at when this call of `poll`
+  /// ends.
   void retire(EndpointId id) { retired_.push_back(id); }
   /// An accepted connection is no longer pending.
   void hello_finished() { --pending_hellos_; }
@@ -79,13 +83,16 @@ class TcpFabric final : public Fabric {
   std::vector<Event>* polling_ = nullptr;  ///< where events go during `poll`
   std::vector<Event> later_;               ///< events that came about outside of `poll`
 
-  // How `wait` and those who give it a reason to return find each other: whoever makes a reason stores it first and
-  // then looks at sleeping_; `wait` stores sleeping_ first and then looks at the reasons. All of it is sequentially
-  // consistent, so one of the two sees the other, and the eventfd is written only if somebody sleeps.
+  bool delivered_only_ = false;  ///< the last `poll` did not ask the kernel
+
+  // How `wait` and those who give it a reason to return find each other: whoever makes a reason
+  // stores it first and then looks at sleeping_; `wait` stores sleeping_ first and then looks at
+  // the reasons. All of it is sequentially consistent, so one of the two sees the other, and the
+  // eventfd is written only if somebody sleeps.
   std::atomic<bool> sleeping_{false};
-  std::atomic<bool> woken_{false};      ///< `wake` was called
-  std::atomic<bool> have_later_{false};  ///< later_ is not empty
-  std::atomic<bool> have_names_{false};  ///< an answer of the resolver waits
+  std::atomic<bool> woken_{false};                 ///< `wake` was called
+  std::atomic<bool> have_later_{false};            ///< later_ is not empty
+  std::atomic<bool> have_names_{false};            ///< an answer of the resolver waits
   std::atomic<int64_t> next_deadline_ns_{kNever};  ///< nothing in run_deadlines is due before
 
   struct Ready {
@@ -93,8 +100,8 @@ class TcpFabric final : public Fabric {
     uint32_t epoll_events;
   };
   std::mutex ready_mutex_;  // guards ready_
-  /// What `wait` learnt, so that `poll` need not ask again. May be out of date: endpoints are looked up by id, and a
-  /// socket that is not ready says so.
+  /// What `wait` learnt, so that `poll` need not ask again. May be out of date: endpoints are
+  /// looked up by id, and a socket that is not ready says so.
   std::vector<Ready> ready_;
   std::vector<Ready> working_;  ///< of `poll`; kept for its memory
 

@@ -18,22 +18,25 @@ struct HelloFixed {
   uint32_t reserved;
 };
 static_assert(sizeof(HelloFixed) == 24);
-static_assert(sizeof(HelloFixed) + kMaxJobBytes + Hello::kTokenBytes + kMaxPayloadBytes <= kMaxBodyBytes);
+static_assert(sizeof(HelloFixed) + kMaxJobBytes + Hello::kTokenBytes + kMaxPayloadBytes <=
+              kMaxBodyBytes);
 
 }  // namespace
 
 Status check_hello(const Hello& hello) {
   if (hello.job.size() > kMaxJobBytes) {
-    return {Code::kInvalidArgument, "the job's id has " + std::to_string(hello.job.size()) + " bytes, at most " +
-                                        std::to_string(kMaxJobBytes) + " are allowed"};
+    return {Code::kInvalidArgument, "the job's id has " + std::to_string(hello.job.size()) +
+                                        " bytes, at most " + std::to_string(kMaxJobBytes) +
+                                        " are allowed"};
   }
   if (hello.payload.size() > kMaxPayloadBytes) {
-    return {Code::kInvalidArgument, "the hello's payload has " + std::to_string(hello.payload.size()) +
-                                        " bytes, at most " + std::to_string(kMaxPayloadBytes) + " are allowed"};
+    return {Code::kInvalidArgument, "the hello's payload has " +
+                                        std::to_string(hello.payload.size()) + " bytes, at most " +
+                                        std::to_string(kMaxPayloadBytes) + " are allowed"};
   }
   if (!hello.token.empty() && hello.token.size() != Hello::kTokenBytes) {
-    return {Code::kInvalidArgument, "the hello's token has " + std::to_string(hello.token.size()) + " bytes, not " +
-                                        std::to_string(Hello::kTokenBytes)};
+    return {Code::kInvalidArgument, "the hello's token has " + std::to_string(hello.token.size()) +
+                                        " bytes, not " + std::to_string(Hello::kTokenBytes)};
   }
   return {};
 }
@@ -55,7 +58,8 @@ std::string encode_hello(const Hello& hello) {
 
 Result<Hello> decode_hello(std::span<const std::byte> body) {
   HelloFixed fixed;
-  if (body.size() < sizeof(fixed)) return Status(Code::kProtocol, "a hello shorter than its fixed part");
+  if (body.size() < sizeof(fixed))
+    return Status(Code::kProtocol, "a hello shorter than its fixed part");
   std::memcpy(&fixed, body.data(), sizeof(fixed));
   if (fixed.job_bytes > kMaxJobBytes || fixed.payload_bytes > kMaxPayloadBytes ||
       (fixed.token_bytes != 0 && fixed.token_bytes != Hello::kTokenBytes)) {

@@ -19,7 +19,8 @@ std::byte* MemoryTable::find(RemoteSlice remote, uint64_t bytes, const char** wh
     *why = "names a region that peers may not write to";
     return nullptr;
   }
-  // Neither the sum address + bytes nor a pointer outside of the region is ever formed: both could overflow.
+  // Neither the sum address + bytes nor a pointer outside of the region is ever formed: both could
+  // overflow.
   const uint64_t base = reinterpret_cast<uintptr_t>(entry.data);
   if (remote.address < base || bytes > entry.bytes || remote.address - base > entry.bytes - bytes) {
     *why = "leaves its region";
@@ -29,8 +30,8 @@ std::byte* MemoryTable::find(RemoteSlice remote, uint64_t bytes, const char** wh
 }
 
 uint32_t MemoryTable::add(std::byte* data, size_t bytes, Access access) {
-  // An odd factor makes this a permutation of the 32-bit numbers: a withdrawn key does not come back for four thousand
-  // million registrations, and a stale key does not hit a neighbour.
+  // An odd factor makes this a permutation of the 32-bit numbers: a withdrawn key does not come
+  // back for four thousand million registrations, and a stale key does not hit a neighbour.
   uint32_t key;
   do {
     key = next_++ * 0x9e3779b1u;
@@ -41,7 +42,8 @@ uint32_t MemoryTable::add(std::byte* data, size_t bytes, Access access) {
 
 void MemoryTable::remove(uint32_t key) { entries_.erase(key); }
 
-TcpMemoryRegion::TcpMemoryRegion(std::shared_ptr<MemoryTable> table, std::byte* data, size_t bytes, Access access)
+TcpMemoryRegion::TcpMemoryRegion(std::shared_ptr<MemoryTable> table, std::byte* data, size_t bytes,
+                                 Access access)
     : MemoryRegion(data, bytes), table_(std::move(table)) {
   if (access != Access::kLocal) remote_key_ = table_->add(data, bytes, access);
 }

@@ -16,7 +16,8 @@ class MemoryTable {
  public:
   MemoryTable();
 
-  /// Where a peer's write of `bytes` bytes to `remote` goes; nullptr, and the reason in `why`, where it must not go.
+  /// Where a peer's write of `bytes` bytes to `remote` goes; nullptr, and the reason in `why`,
+  /// where it must not go.
   std::byte* find(RemoteSlice remote, uint64_t bytes, const char** why) const;
 
   uint32_t add(std::byte* data, size_t bytes, Access access);

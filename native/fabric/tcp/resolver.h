@@ -14,7 +14,8 @@
 
 namespace jaxrdma::fabric::tcp {
 
-/// One thread, started at the first name; joined by the destructor, which may have to wait for a name server.
+/// One thread, started at the first name; joined by the destructor, which may have to wait for a
+/// name server.
 class Resolver {
  public:
   struct Answer {

@@ -35,7 +35,8 @@ std::string SocketAddress::text() const {
 }
 
 Result<HostPort> split_address(const std::string& address) {
-  const Status bad(Code::kInvalidArgument, "'" + address + "' is not an address; expected host:port or [ipv6]:port");
+  const Status bad(Code::kInvalidArgument,
+                   "'" + address + "' is not an address; expected host:port or [ipv6]:port");
   const size_t colon = address.rfind(':');
   if (colon == std::string::npos || colon == 0) return bad;
   HostPort parts{address.substr(0, colon), address.substr(colon + 1)};
@@ -83,8 +84,9 @@ void tune(int fd) {
   const int on = 1;
   // Frames leave whole, in one call; waiting for more would only delay the last piece of each.
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  // A peer whose machine vanished without a word is noticed after idle + count * interval, 25 s. The control plane's
-  // heartbeats are quicker; this only keeps dead connections from staying for ever.
+  // A peer whose machine vanished without a word is noticed after idle + count * interval, 25 s.
+  // The control plane's heartbeats are quicker; this only keeps dead connections from staying for
+  // ever.
   const int idle_s = 10, interval_s = 5, count = 3;
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof(idle_s));

@@ -56,8 +56,8 @@ struct HostPort {
 /// Takes "host:port" and "[::1]:port" apart.
 Result<HostPort> split_address(const std::string& address);
 
-/// Addresses of a host. `numeric` forbids asking a name service, so that the call does not block; then an empty result
-/// means that the host is a name.
+/// Addresses of a host. `numeric` forbids asking a name service, so that the call does not block;
+/// then an empty result means that the host is a name.
 Result<std::vector<SocketAddress>> resolve(const HostPort& where, bool numeric, bool passive);
 
 /// Options of every data connection.
