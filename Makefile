@@ -9,12 +9,14 @@ STAMPS := build/stamps
 NATIVE := $(shell find native -type f)
 NATIVE_TESTS := $(shell find tests/native -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc,$(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks -name '*.cc'))
+# The extension module and the handlers are left out: the native tests, whose compiler commands are used, lack them.
+TIDY_FILES := $(filter native/base/%.cc native/fabric/%.cc native/engine/%.cc,$(NATIVE))
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 # scikit-build-core starts CMake by itself; this reaches it.
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: help demo test lint format bench wheel clean native-tests python-tests clang-tidy
+.PHONY: help demo test lint format bench wheel clean native-tests python-tests
 .DELETE_ON_ERROR:
 
 help:
@@ -50,10 +52,9 @@ lint: $(STAMPS)/dev
 	$(BIN)/ruff format --quiet --check --output-format concise .
 	$(BIN)/basedpyright --level error
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
-
-# Slow, so not part of lint. Needs the list of compiler commands that the native tests leave behind.
-clang-tidy: native-test-release
-	$(BIN)/clang-tidy --quiet -p build/native/release $(filter native/base/%.cc native/fabric/%.cc native/engine/%.cc,$(CXX_FILES))
+	@cd native && ../$(BIN)/cmake --preset release --log-level=WARNING >/dev/null
+	@echo 'clang-tidy'
+	@echo $(TIDY_FILES) | xargs -n 1 -P $(JOBS) $(BIN)/clang-tidy --quiet -p build/native/release 2>/dev/null
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --quiet --fix-only .
@@ -69,11 +70,17 @@ wheel: $(STAMPS)/dev
 clean:
 	rm -rf .venv build dist
 
-# The environment. `demo` needs less than `dev`; both install the package itself so that its Python files are used
-# where they are, and only a change of the native part or of pyproject.toml builds again.
+# The environment. `demo` needs less than `dev`; both install the package so that its Python files are used where they
+# are, and only a change of the native part or of pyproject.toml builds again. Where .venv has the very jax whose headers
+# we build against, a second build needs no environment of its own and compiles only what changed.
+PINNED_JAX := $(shell sed -n 's/^ *"jax==\(.*\)",/\1/p' pyproject.toml)
+ISOLATION = $(shell $(BIN)/python -c "import jax, nanobind, scikit_build_core as _; \
+    print('--no-build-isolation' if jax.__version__ == '$(PINNED_JAX)' else '')" 2>/dev/null)
+
 $(STAMPS)/venv:
 	@.ci/system-packages $(PYTHON) build
-	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "needs Python 3.11 or newer; take another by PYTHON=..."'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo 'jaxrdma needs Python 3.11 or newer; take another by PYTHON=...' >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	@mkdir -p $(STAMPS) build/native
 	@touch $@
@@ -83,5 +90,5 @@ $(STAMPS)/demo: $(STAMPS)/venv pyproject.toml $(NATIVE)
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml $(NATIVE)
-	$(PIP) install --editable '.[examples,dev]'
+	$(PIP) install $(ISOLATION) --editable '.[examples,dev]'
 	@touch $@ $(STAMPS)/demo

@@ -141,10 +141,10 @@ def jaxrdma_settings(env: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(_PREFIX):
             continue
         name = variable.removeprefix(_PREFIX).lower()
-        if name not in _PARSERS:
+        if name not in _PARSERS or variable != _PREFIX + name.upper():
             known = [_PREFIX + n.upper() for n in _PARSERS]
             raise ConfigError(
-                f"environment variable {variable} does not exist{_nearest(variable, known)}"
+                f"environment variable {variable} does not exist{_nearest(variable.upper(), known)}"
             )
         text = env[variable].strip()
         if not text:

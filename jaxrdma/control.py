@@ -350,7 +350,7 @@ class ControlClient:
         self._heart: threading.Thread | None = None
         # Closing needs the threads and gRPC, so it must come before the interpreter takes them down; and a forked child
         # must let go of the stream, or the death of this process would go unseen as long as the child lives.
-        reference = weakref.ref(self)
+        reference: weakref.ref[ControlClient] = weakref.ref(self)
         self._at_exit = lambda: _if_alive(reference, ControlClient.close)
         atexit.register(self._at_exit)
         os.register_at_fork(
@@ -508,7 +508,7 @@ class ControlClient:
             self._condition.wait_for(
                 lambda: self._welcomed or self._refusal is not None or self._over(), patience
             )
-            refusal, welcomed = self._refusal, self._welcomed
+            refusal, welcomed, ended = self._refusal, self._welcomed, stream.ended
         if welcomed:
             self._heart = threading.Thread(target=self._beat, name="jaxrdma-heartbeat", daemon=True)
             self._heart.start()
@@ -523,7 +523,7 @@ class ControlClient:
                 if refusal.kind in ("version", "settings")
                 else ConnectError(text)
             )
-        if stream.ended:
+        if ended:
             return f"the connection ended before an answer ({stream.reason or 'no reason given'})"
         return "its port is open, but nothing answers like a coordinator of jaxrdma"
 
@@ -630,7 +630,21 @@ class _Stream:
         self._target = target
         # gRPC's Python package has no type information.
         self._channel: Any = cast(Any, grpc).insecure_channel(target, options=GRPC_OPTIONS)
-        self._call: Any = self._channel.stream_stream(METHOD)(iter(self.outgoing.get, None))
+        # gRPC's own two threads of this call. They are daemons; one that the end of the interpreter catches while it
+        # holds the call's lock would let the call's destructor wait for ever. So `close` joins them.
+        self._threads: list[threading.Thread] = []
+        self._done = threading.Event()
+        self._call: Any = self._channel.stream_stream(METHOD)(self._requests())
+        self._call.add_done_callback(self._finished)
+
+    def _requests(self) -> Iterator[bytes]:
+        self._threads.append(threading.current_thread())
+        yield from iter(self.outgoing.get, None)
+
+    def _finished(self, call: object) -> None:
+        del call
+        self._threads.append(threading.current_thread())
+        self._done.set()
 
     def start(
         self,
@@ -661,6 +675,10 @@ class _Stream:
         if self.reader is not None and threading.current_thread() is not self.reader:
             self.reader.join(2.0)
         self._channel.close()
+        self._done.wait(1.0)
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(1.0)
 
     def drop_in_child(self) -> None:
         """In a forked child: put /dev/null in the place of the sockets that lead to the coordinator."""

@@ -715,9 +715,9 @@ class Coordinator:
                 self._on_failure(self._membership.failure)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _TICK_SECONDS)
-            self._changed.clear()
             now = time.monotonic()
             self._send(self._membership.tick(now))
+            self._changed.clear()  # after its own messages, which are no news: this loop would never sleep
             if now - self._said >= control.PROGRESS_SECONDS:
                 self._said = now
                 if text := self._membership.progress_text(now):

@@ -161,13 +161,11 @@ def flatten(closed: Any) -> Program:
 
 def classify(program: Program, inputs: Sequence[Class], leaf_sizes: Sequence[int]) -> Classified:
     """The class of every value, from those of the inputs."""
-    import numpy as np
-
     classes = [UNIFORM_CLASS] * len(program.values)
     for index, value in enumerate(program.values):
         if value.constant is not None and value.size > 1:
-            bits = np.asarray(value.constant).reshape(-1)
-            equal = bits.tobytes() == bits[:1].tobytes() * len(bits)
+            bits = _bits(value)
+            equal = bits == bits[: len(bits) // value.size] * value.size
             classes[index] = Class(UNIFORM if equal else WHOLE, 0)
     for value, known in zip(program.inputs, inputs, strict=True):
         classes[value] = known
@@ -213,7 +211,7 @@ def evaluate(
     inputs: Sequence[Any],
     wanted: Sequence[int],
     lengths: dict[int, int] | None = None,
-) -> list[Any]:
+) -> tuple[list[Any], list[Any]]:
     """Run the part of a program that some of its results need.
 
     **Arguments:**
@@ -222,12 +220,17 @@ def evaluate(
     - `wanted`: positions in `program.outputs`.
     - `lengths`: how many elements of each leaf there are. Then UNIFORM values are scalars and ELEMENTWISE
       ones flat, in `inputs` and in what is returned. None: every value has the shape it was traced with.
+
+    **Returns:** the wanted results, and scalars that the compiled program must return too so that its
+    arithmetic is the whole program's: see `shared_scalars`.
     """
+    import jax
     import jax.numpy as jnp
 
     program, classes = classified.program, classified.classes
     live = needed(program, wanted)
     values: dict[int, Any] = {}
+    witnesses: list[Any] = []
 
     def scalar(index: int) -> bool:
         return lengths is not None and classes[index].level == UNIFORM
@@ -242,7 +245,9 @@ def evaluate(
     for index in live:
         value = program.values[index]
         if value.constant is not None:
-            constant = jnp.asarray(value.constant, value.aval.dtype)
+            constant = value.constant
+            if not isinstance(constant, jax.Array):
+                constant = jnp.asarray(constant, value.aval.dtype)
             values[index] = constant.reshape(-1)[0] if scalar(index) and value.size else constant
             if scalar(index) and not value.size:
                 values[index] = jnp.zeros((), value.aval.dtype)
@@ -255,12 +260,15 @@ def evaluate(
         if not outputs:
             continue
         if node.branches:
-            results = _evaluate_cond(classified, position, values, outputs, lengths)
+            *results, witness = _evaluate_cond(classified, position, values, outputs, lengths)
+            witnesses.append(witness)
         elif node.name == "optimization_barrier":
             pairs = zip(node.inputs, node.outputs, strict=True)
             results = _bind(node, [values[a] for a, b in pairs if b in live])
-        elif lengths is not None and classes[outputs[0]].level != WHOLE and (
-            node.name in _SHAPE_ONLY or node.name in _ELEMENTWISE
+        elif (
+            lengths is not None
+            and classes[outputs[0]].level != WHOLE
+            and (node.name in _SHAPE_ONLY or node.name in _ELEMENTWISE)
         ):
             if node.name in _SHAPE_ONLY:
                 results = [values[node.inputs[0]]]
@@ -273,10 +281,12 @@ def evaluate(
             results = _bind(node, [full(index) for index in node.inputs])
             results = [r for r, index in zip(results, node.outputs, strict=True) if index in live]
             results = [
-                r.reshape(()) if scalar(index) else r for r, index in zip(results, outputs, strict=True)
+                r.reshape(()) if scalar(index) else r
+                for r, index in zip(results, outputs, strict=True)
             ]
         values.update(zip(outputs, results, strict=True))
-    return [values[program.outputs[position]] for position in wanted]
+    witnesses += [values[index] for index in shared_scalars(classified) if index in values]
+    return [values[program.outputs[position]] for position in wanted], witnesses
 
 
 def _bind(node: Node, operands: list[Any]) -> list[Any]:
@@ -303,14 +313,15 @@ def _evaluate_cond(
     def runner(branch: Classified) -> Any:
         def run(arguments: dict[int, Any]) -> list[Any]:
             inputs = [arguments.get(i) for i in range(len(operands))]
-            results = evaluate(branch, inputs, wanted, lengths)
+            results, witnesses = evaluate(branch, inputs, wanted, lengths)
             have = [branch.outputs[i] for i in wanted]
             shapes = [branch.program.values[branch.program.outputs[i]].aval for i in wanted]
             want = [classified.classes[output] for output in outputs]
+            used = sum((w.astype("float32") for w in witnesses), jax.numpy.zeros((), "float32"))
             return [
                 convert(result, a, b, aval.shape, lengths)
                 for result, a, b, aval in zip(results, have, want, shapes, strict=True)
-            ]
+            ] + [used]
 
         return run
 
@@ -349,6 +360,39 @@ def needed(program: Program, wanted: Sequence[int]) -> set[int]:
     return live
 
 
+def shared_scalars(classified: Classified) -> list[int]:
+    """The floating-point scalars that depend on no leaf and are used more than once.
+
+    XLA turns a division by a scalar with one use into a multiplication by its reciprocal, and the last bit
+    may change. A scalar that many leaves share must not look like one with a single use where a program
+    holds one array only: such a program returns it, which is a use.
+    """
+    import jax.numpy as jnp
+
+    program = classified.program
+    live = needed(program, range(len(program.outputs)))
+    origin = list(range(len(program.values)))  # of a value that only has another shape
+    uses = [0] * len(program.values)
+    for node in program.nodes:
+        if not live.isdisjoint(node.outputs):
+            if node.name in _SHAPE_ONLY:
+                origin[node.outputs[0]] = origin[node.inputs[0]]
+            else:
+                for index in node.inputs:
+                    uses[origin[index]] += 1
+    for index in program.outputs:
+        uses[origin[index]] += 1
+    return [
+        index
+        for index, value in enumerate(program.values)
+        if uses[index] > 1
+        and value.size == 1
+        and value.constant is None
+        and classified.classes[index].level == UNIFORM
+        and jnp.issubdtype(value.aval.dtype, jnp.floating)
+    ]
+
+
 def signatures(classified: Classified, inputs: Sequence[str]) -> list[str]:
     """A text for each result that says how it is computed from the named inputs.
 
@@ -360,7 +404,9 @@ def signatures(classified: Classified, inputs: Sequence[str]) -> list[str]:
     texts: list[str] = [""] * len(program.values)
     for index, value in enumerate(program.values):
         if value.constant is not None:
-            texts[index] = _digest("constant", str(value.aval.dtype), _constant(value, classes[index]))
+            texts[index] = _digest(
+                "constant", str(value.aval.dtype), _constant(value, classes[index])
+            )
     for index, text in zip(program.inputs, inputs, strict=True):
         texts[index] = text
     for position, node in enumerate(program.nodes):
@@ -389,12 +435,20 @@ def _shapes(program: Program, node: Node) -> str:
 
 
 def _constant(value: Value, known: Class) -> str:
+    bits = _bits(value)
+    if known.level == UNIFORM:
+        return bits[: len(bits) // max(1, value.size)].hex()
+    return f"{value.aval.shape}{_digest(bits.hex())}"
+
+
+def _bits(value: Value) -> bytes:
+    """What a constant holds, element after element."""
+    import jax
     import numpy as np
 
-    bits = np.asarray(value.constant, value.aval.dtype)
-    if known.level == UNIFORM:
-        return bits.reshape(-1)[:1].tobytes().hex()
-    return f"{value.aval.shape}{_digest(bits.tobytes().hex())}"
+    if jax.dtypes.issubdtype(value.aval.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(value.constant)).tobytes()
+    return np.asarray(value.constant, value.aval.dtype).tobytes()
 
 
 def _canonical(value: Any) -> str:

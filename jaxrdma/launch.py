@@ -142,13 +142,15 @@ class Screen:
             self._draw(bar)
 
     def bar(self, target: str, text: bytes) -> None:
-        """Replace the bar by `text`; no bar if that is empty. Nothing happens where there is no terminal."""
+        """Replace the bar of `target` by `text`, or take it away. Nothing happens where there is no terminal."""
         if not self._terminal[target]:
             return
-        if self._bar is not None and (not text or self._bar[0] != target):
-            self._write(self._bar[0], b"\r\x1b[K")
-        self._bar = (target, text) if text else None
-        if self._bar is not None:
+        owner = self._bar[0] if self._bar is not None else None
+        if owner is not None and (owner != target if text else owner == target):
+            self._write(owner, b"\r\x1b[K")
+            self._bar = None
+        if text:
+            self._bar = (target, text)
             self._draw(self._bar)
 
     def _draw(self, bar: tuple[str, bytes]) -> None:
@@ -255,7 +257,7 @@ class _Launcher:
     def run(self) -> int:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # The handlers do nothing: the numbers arrive in the pipe, and the loop acts on them.
-        old = {n: signal.signal(n, lambda *_: None) for n in numbers}
+        old = {n: signal.signal(n, _do_nothing) for n in numbers}
         old_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         self._selector.register(self._wake, selectors.EVENT_READ, self._signals)
         try:
@@ -377,7 +379,10 @@ class _Launcher:
             self._selector.unregister(stream.pipe)
             stream.pipe.close()
             return False
-        for line in stream.lines.feed(data):
+        lines = stream.lines.feed(data)
+        if stream.live and lines:
+            self._screen.bar(stream.target, b"")
+        for line in lines:
             self._screen.line(stream.target, stream.prefix + line)
         if stream.live:
             text = stream.lines.unfinished
@@ -394,7 +399,11 @@ class _Launcher:
         for line in lines:
             fact = json.loads(line)
             if "address" not in fact:
-                self._cause = fact
+                if not self._stopping:  # or the cause is the launcher
+                    self._cause = fact
+                    if fact["kind"] == "interrupted":
+                        # A person waits for the prompt, not for what the others may still have to say.
+                        self._after(INTERRUPT_SECONDS, self._stop)
             elif not self._stopping and self._interrupt is None:
                 self._schedule = [i for i in self._schedule if i[1] != self._coordinator_is_late]
                 self._start_others(fact["address"])
@@ -601,6 +610,10 @@ def _die_with(parent: int) -> Callable[[], None]:
             os._exit(137)  # it died before the call
 
     return apply
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    del number, frame
 
 
 def _signal_name(number: int) -> str:

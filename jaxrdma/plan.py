@@ -93,7 +93,9 @@ class Plan:
 
     @cached_property
     def _pieces(self) -> list[list[list[tuple[int, int]]]]:
-        pieces: list[list[list[tuple[int, int]]]] = [[[] for _ in self.leaves] for _ in range(self.servers)]
+        pieces: list[list[list[tuple[int, int]]]] = [
+            [[] for _ in self.leaves] for _ in range(self.servers)
+        ]
         for part in self.partitions:
             ranges = pieces[part.server][part.leaf]
             if ranges and sum(ranges[-1]) == part.begin:
@@ -135,7 +137,9 @@ def assign_partitions(
     if servers < 1:
         raise PlanError(f"cannot place parameters on {servers} servers: at least 1 is needed")
     if partition_bytes < MIN_PARTITION_BYTES:
-        raise PlanError(f"partition_bytes is {partition_bytes}: at least {MIN_PARTITION_BYTES} is needed")
+        raise PlanError(
+            f"partition_bytes is {partition_bytes}: at least {MIN_PARTITION_BYTES} is needed"
+        )
     for leaf in leaves:
         if leaf.dtype not in ITEM_BYTES:
             raise PlanError(f"{describe(leaf)} cannot be averaged; {_KEEP_OUT}")
@@ -153,7 +157,9 @@ def assign_partitions(
     blocks.sort(key=lambda block: (-block[0], block[1]))
 
     loads = [(0, server) for server in range(servers)]
-    placed: list[list[tuple[int, int]]] = [[] for _ in leaves]  # per leaf: (server, elements), largest first
+    placed: list[list[tuple[int, int]]] = [
+        [] for _ in leaves
+    ]  # per leaf: (server, elements), largest first
     for size_bytes, index, elements in blocks:
         load, server = loads[0]
         placed[index].append((server, elements))
@@ -179,7 +185,9 @@ def _cuts(begin: int, elements: int, full: int) -> list[int]:
     return [*range(begin + full, end, full), end]
 
 
-def agreed_plan(leaves: Sequence[LeafSpec], servers: int, partition_bytes: int, digest: str) -> Plan:
+def agreed_plan(
+    leaves: Sequence[LeafSpec], servers: int, partition_bytes: int, digest: str
+) -> Plan:
     """The plan with this digest: how a server learns, from a proposal alone, whether leaves stay whole.
 
     **Raises:** `MismatchError` if no plan for these leaves has the digest.
@@ -201,7 +209,10 @@ def describe(leaf: LeafSpec) -> str:
 
 
 def compare_leaves(
-    mine: Sequence[LeafSpec], theirs: Sequence[LeafSpec], mine_name: str = "this side", theirs_name: str = "the other"
+    mine: Sequence[LeafSpec],
+    theirs: Sequence[LeafSpec],
+    mine_name: str = "this side",
+    theirs_name: str = "the other",
 ) -> str | None:
     """The first difference between two processes' leaves, with both versions, or None if they are alike.
 
@@ -219,12 +230,22 @@ def compare_leaves(
         if a is not None and b is not None and a.path == b.path:
             if a == b:
                 continue
-            what = "dtype" if a.shape == b.shape else "shape" if a.dtype == b.dtype else "shape and dtype"
+            what = (
+                "dtype"
+                if a.shape == b.shape
+                else "shape"
+                if a.dtype == b.dtype
+                else "shape and dtype"
+            )
             return f"the {what} of a leaf differs: {mine_name} has {describe(a)}, {theirs_name} has {describe(b)}"
         if a is not None and a.path not in there:
-            return f"a leaf is missing: {mine_name} has {describe(a)}, {theirs_name} has no {a.path}"
+            return (
+                f"a leaf is missing: {mine_name} has {describe(a)}, {theirs_name} has no {a.path}"
+            )
         if b is not None and b.path not in here:
-            return f"a leaf is missing: {theirs_name} has {describe(b)}, {mine_name} has no {b.path}"
+            return (
+                f"a leaf is missing: {theirs_name} has {describe(b)}, {mine_name} has no {b.path}"
+            )
         if a is not None and b is not None:
             return (
                 f"the order of the leaves differs: leaf {position} is {describe(a)} for {mine_name} "
@@ -274,7 +295,10 @@ def _as_parameter(leaf: Any) -> tuple[Any, str | None]:
             return np.asarray(leaf, jax.numpy.zeros(()).dtype), None
         value = repr(leaf)
         value = value if len(value) <= 40 else value[:37] + "..."
-        return None, f"is {value}, of type {type(leaf).__name__}, and cannot be averaged; {_KEEP_OUT}"
+        return (
+            None,
+            f"is {value}, of type {type(leaf).__name__}, and cannot be averaged; {_KEEP_OUT}",
+        )
     dtype = leaf.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return None, f"is a PRNG key ({dtype}) and cannot be averaged; {_KEEP_OUT}"

@@ -24,7 +24,7 @@ from jaxrdma.errors import CancelledError, ConfigError, ConnectError, JaxRdmaErr
 from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
 from jaxrdma.policy import SyncReplicas
-from jaxrdma.signals import SignalWatch
+from jaxrdma.signals import SignalWatch, quiet_interrupts
 from jaxrdma.step import PSState
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class Session:
         )
         self._engine: _native.WorkerEngine = raise_for(engine)
         # Before anything waits: from here on Ctrl-C must end every wait.
+        quiet_interrupts()
         self._signals = SignalWatch(self._on_signal).start()
         self._client = ControlClient(
             spec, "worker", spec.index, incarnation, on_message=self._on_message, progress=self._progress

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -65,3 +66,42 @@ class SignalWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+_OURS = "jaxrdma: "  # in the text of every error that comes out of a compiled program
+
+
+def forget_interrupted_step(error: BaseException | None) -> None:
+    """Let a KeyboardInterrupt not be told as "during handling of" the step that it ended.
+
+    The native wait can only end with an error; Python raises KeyboardInterrupt right after it, in whatever line of JAX
+    comes next.
+    """
+    if not isinstance(error, KeyboardInterrupt):
+        return
+    context = error.__context__
+    while context is not None:
+        if _OURS in str(context):
+            error.__suppress_context__ = True
+            return
+        context = context.__context__
+
+
+_hook_lock = threading.Lock()
+_hooked = False
+
+
+def quiet_interrupts() -> None:
+    """Apply `forget_interrupted_step` to what ends the program. Once per process, and before any hook set later."""
+    global _hooked
+    with _hook_lock:
+        if _hooked:
+            return
+        _hooked = True
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        forget_interrupted_step(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = hook

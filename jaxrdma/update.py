@@ -12,6 +12,7 @@ element goes through the same operations.
 import enum
 import hashlib
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,9 @@ _ALTERNATIVES = (
 class UpdateKind(enum.StrEnum):
     """What the new value of one element depends on."""
 
-    ELEMENTWISE = "elementwise"  # the same element of its leaf: any piece of a leaf can be updated alone
+    ELEMENTWISE = (
+        "elementwise"  # the same element of its leaf: any piece of a leaf can be updated alone
+    )
     LEAFWISE = "leafwise"  # anything in its leaf: leaves stay whole
     GLOBAL = "global"  # other leaves: one server holds all of them
 
@@ -294,12 +297,16 @@ def _kind(
     leaves: Sequence[LeafSpec], new: Sequence[Class], state: Sequence[Class], paths: Sequence[str]
 ) -> tuple[UpdateKind, str]:
     kind = UpdateKind.ELEMENTWISE
-    named = [(f"the new value of {leaf.path}", known) for leaf, known in zip(leaves, new, strict=True)]
+    named = [
+        (f"the new value of {leaf.path}", known) for leaf, known in zip(leaves, new, strict=True)
+    ]
     named += zip(paths, state, strict=True)
     for position, (name, known) in enumerate(named):
         if known.leaves.bit_count() > 1:
             own = position if position < len(leaves) else -1
-            mixed = [leaf.path for i, leaf in enumerate(leaves) if known.leaves >> i & 1 and i != own]
+            mixed = [
+                leaf.path for i, leaf in enumerate(leaves) if known.leaves >> i & 1 and i != own
+            ]
             others = " and ".join(mixed[: 1 if own >= 0 else 2])
             return UpdateKind.GLOBAL, f"{name} depends on {others}"
         if known.leaves and known.level == WHOLE:
@@ -386,18 +393,19 @@ def _export_server(analysis: Analysis, plan: Plan, server: int) -> bytes:
         ]
 
     def run_init(params: list[Any]) -> list[Any]:
-        return as_kept(evaluate(init, spread(params, count), kept, lengths), init)
+        return as_kept(evaluate(init, spread(params, count), kept, lengths)[0], init)
 
     def run_step(
         grads: list[Any], state: list[Any], params: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], list[Any], list[Any]]:
         grads = [grad.astype(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+        grads = jax.lax.optimization_barrier(grads)
         whole_state: list[Any] = [None] * states
         for position, array in zip(kept, state, strict=True):
             whole_state[position] = array
         inputs = [*spread(grads, count), *whole_state, *spread(params, count)]
-        results = evaluate(step, inputs, [*kept, *new], lengths)
-        return as_kept(results[: len(kept)], step), results[len(kept) :]
+        results, witnesses = evaluate(step, inputs, [*kept, *new], lengths)
+        return as_kept(results[: len(kept)], step), results[len(kept) :], witnesses
 
     params = [jax.ShapeDtypeStruct(pack.shape, pack.dtype) for pack in packs]
     grads = [jax.ShapeDtypeStruct(pack.shape, _accumulator(pack.dtype)) for pack in packs]
@@ -448,7 +456,9 @@ def _packs(analysis: Analysis, plan: Plan, server: int) -> list[Pack]:
                 pack.elements.append(elements)
                 pack.shape[0] += elements
                 continue
-        packs.append(Pack([index], [elements], leaf.dtype, [elements] if flat else list(leaf.shape)))
+        packs.append(
+            Pack([index], [elements], leaf.dtype, [elements] if flat else list(leaf.shape))
+        )
     return packs
 
 
@@ -466,8 +476,11 @@ class ServerUpdate:
     afterwards; results and state are always the program's own buffers.
     """
 
-    def __init__(self, blob: bytes) -> None:
+    def __init__(self, blob: bytes, ordered: bool = False) -> None:
         """Compile the program. An empty `blob` is the program of a server that holds nothing.
+
+        `ordered`: never fuse a product and a sum into one rounding. XLA decides from the whole program
+        where it does, so the bits would depend on how leaves are spread over servers.
 
         **Raises:** `UpdateError` if this process cannot run the program.
         """
@@ -496,6 +509,7 @@ class ServerUpdate:
             _aligned(sum(pack.elements), dtype) if leaves else None
             for pack, leaves, dtype in zip(program.packs, packed, self._dtypes, strict=True)
         ]
+        options = unfused_options() if ordered else None
         try:
             with jax.enable_x64(program.x64), jax.default_device(self._device):
                 shapes = [tuple(pack.shape) for pack in program.packs]
@@ -504,9 +518,9 @@ class ServerUpdate:
                 state = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in program.state]
                 init = jax.export.deserialize(bytearray(program.init))
                 step = jax.export.deserialize(bytearray(program.step))
-                self._init = jax.jit(init.call).lower(params).compile()
+                self._init = jax.jit(init.call).lower(params).compile(options)
                 donating = jax.jit(step.call, donate_argnums=1)
-                self._step = donating.lower(grads, state, params).compile()
+                self._step = donating.lower(grads, state, params).compile(options)
         except Exception as error:
             raise UpdateError(
                 f"the update was exported with jax {program.jax_version} and cannot run with jax "
@@ -536,13 +550,15 @@ class ServerUpdate:
         if self._program is None:
             return
         if self._state is None:
-            raise UpdateError("the update has no state: initialise was not called, or a step failed")
+            raise UpdateError(
+                "the update has no state: initialise was not called, or a step failed"
+            )
         grad_inputs = self._gather(grads, self._grad_dtypes, self._grads)
         param_inputs = self._gather(params, self._dtypes, self._params)
         state, self._state = self._state, None
         with jax.enable_x64(self._program.x64), jax.default_device(self._device):
             arguments = self._put(grad_inputs), state, self._put(param_inputs)
-            new_state, new_params = jax.block_until_ready(self._step(*arguments))
+            new_state, new_params, _ = jax.block_until_ready(self._step(*arguments))
         self._state = list(new_state)
         for pack, array, dtype in zip(self._program.packs, new_params, self._dtypes, strict=True):
             result, begin = np.asarray(array).reshape(-1), 0
@@ -585,6 +601,14 @@ class ServerUpdate:
         return [jax.device_put(array, self._device, may_alias=True) for array in arrays]
 
 
+def unfused_options() -> "dict[str, bool | str] | None":
+    """XLA's options for a program in which every operation rounds by itself, as in NumPy.
+
+    On x86-64 the fused multiply-add came with AVX2; without it there is nothing to fuse into.
+    """
+    return {"xla_cpu_max_isa": "AVX"} if platform.machine() == "x86_64" else None
+
+
 def _avals(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> list[Any]:
     import jax
 
@@ -598,5 +622,3 @@ def _aligned(elements: int, dtype: Any) -> Any:
     raw = np.empty(elements * dtype.itemsize + 64, np.uint8)
     begin = -raw.ctypes.data % 64
     return raw[begin : begin + elements * dtype.itemsize].view(dtype)
-
-

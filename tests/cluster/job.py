@@ -1,0 +1,148 @@
+"""`Job`: a real cluster of processes on this machine, started one by one as a user would by hand."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+class Job:
+    """The processes of one job, by name: "coordinator", "server 0", "worker 1". Ends them all at its end."""
+
+    def __init__(self, folder: Path, servers: int, workers: int, **settings: Any) -> None:
+        self.folder = folder
+        self.servers = servers
+        self.workers = workers
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._settings = {f"JAXRDMA_{name.upper()}": str(value) for name, value in settings.items()}
+        self._address = ""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def start(self, script: str | Path, *args: Any) -> "Job":
+        """Everybody: the coordinator, the servers, and workers that run `script` of the folder scripts/."""
+        self.start_coordinator()
+        for index in range(self.servers):
+            self.start_server(index)
+        for index in range(self.workers):
+            self.start_worker(index, script, *args)
+        return self
+
+    def start_coordinator(self, port: int = 0) -> str:
+        """The coordinator; returns its address."""
+        reading, writing = os.pipe()
+        try:
+            self._spawn(
+                "coordinator",
+                ["-m", "jaxrdma", "coordinator", "--listen", f"127.0.0.1:{port}", "--report-fd", str(writing)],
+                self._environment(None),
+                pass_fds=(writing,),
+            )
+            os.close(writing)
+            ready, _, _ = select.select([reading], [], [], 30)
+            assert ready, "the coordinator did not report its address"
+            self._address = json.loads(os.read(reading, 4096).split(b"\n")[0])["address"]
+        finally:
+            os.close(reading)
+        return self._address
+
+    def at(self, address: str) -> None:
+        """Where the processes started from now on look for the coordinator."""
+        self._address = address
+
+    def start_server(self, index: int) -> None:
+        self._spawn(
+            f"server {index}",
+            ["-m", "jaxrdma", "server"],
+            self._environment(("server", index)) | {"JAX_PLATFORMS": "cpu"},
+        )
+
+    def start_worker(self, index: int, script: str | Path, *args: Any, name: str = "", **env: str) -> None:
+        """`name`: how the process is called here, if not "worker INDEX"."""
+        path = script if isinstance(script, Path) else SCRIPTS / script
+        environment = self._environment(("worker", index)) | {"PJRT_NPROC": "8"} | env
+        self._spawn(name or f"worker {index}", [str(path), *map(str, args)], environment)
+
+    def pid(self, name: str) -> int:
+        return self.processes[name].pid
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid(name), number)
+
+    def output(self, name: str) -> str:
+        """What the process has printed so far, both streams."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def outputs(self) -> str:
+        """Everything printed so far, for the report of a failed test."""
+        return "\n".join(f"--- {name} ({p.returncode})\n{self.output(name)}" for name, p in self.processes.items())
+
+    def wait(self, timeout: float = 60, names: list[str] | None = None) -> dict[str, int]:
+        """Exit codes, once everybody named (default: all) has ended; fails the test if somebody has not in time."""
+        deadline = time.monotonic() + timeout
+        codes: dict[str, int] = {}
+        for name in names or list(self.processes):
+            try:
+                codes[name] = self.processes[name].wait(max(0.01, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"{name} has not ended within {timeout} s\n{self.outputs()}")
+        return codes
+
+    def succeed(self, timeout: float = 60) -> None:
+        """Waits for the end; every exit code must be 0."""
+        codes = self.wait(timeout)
+        assert set(codes.values()) == {0}, self.outputs()
+
+    def wait_for_output(self, name: str, text: str, timeout: float = 60) -> str:
+        """Until `name` has printed `text`; returns its output."""
+        deadline = time.monotonic() + timeout
+        while text not in (output := self.output(name)):
+            ended = self.processes[name].poll() is not None
+            if (ended and text not in self.output(name)) or time.monotonic() > deadline:
+                pytest.fail(f"{name} did not print {text!r}\n{self.outputs()}")
+            # A file has no completion to wait for.
+            time.sleep(0.02)
+        return output
+
+    def _environment(self, who: tuple[str, int] | None) -> dict[str, str]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("JAXRDMA_")}
+        environment |= {
+            "JAXRDMA_NUM_SERVERS": str(self.servers),
+            "JAXRDMA_NUM_WORKERS": str(self.workers),
+            "JAXRDMA_CONNECT_TIMEOUT": "60",
+            "PYTHONUNBUFFERED": "1",
+        } | self._settings
+        if who is not None:
+            environment |= {"JAXRDMA_COORDINATOR": self._address, "JAXRDMA_ROLE": who[0], "JAXRDMA_INDEX": str(who[1])}
+        return environment
+
+    def _spawn(
+        self, name: str, command: list[str], environment: dict[str, str], pass_fds: tuple[int, ...] = ()
+    ) -> None:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )

@@ -1,0 +1,152 @@
+"""A worker that trains every kind of leaf, and asks for what must be refused.
+
+Usage: leaves.py BIG_BYTES. Each result is compared with float64 NumPy here, on the worker.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxrdma
+
+STEPS = 3
+RATE = 0.5  # exact in every type
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+    """Parameters as a dataclass."""
+
+    weight: Any
+    bias: Any
+
+
+def values(tree: Any, worker: int, step: int) -> Any:
+    """Gradients of one worker: multiples of 1/8 below 4, exact in every float type; different for each element."""
+
+    def one(x: Any) -> Any:
+        places = np.arange(x.size, dtype=np.int64).reshape(x.shape)
+        return np.asarray((places * 7 + worker * 3 + step) % 31 / 8.0, np.float64)
+
+    return jax.tree.map(one, tree)
+
+
+def check(session: jaxrdma.Session, name: str, params: Any, grad_dtype: str = "") -> None:
+    """Train `params` for a few steps and compare."""
+    state = session.init(params, update=optax.sgd(RATE))
+    assert jax.tree.structure(state.params) == jax.tree.structure(params), name
+    step_function = jax.jit(jaxrdma.ps_step, donate_argnums=0)
+    expected = [np.asarray(x, np.float64) for x in jax.tree.leaves(params)]
+    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(before), np.asarray(after), err_msg=name)
+    for step in range(STEPS):
+        mine = values(state.params, session.index, step)
+        grads = jax.tree.map(lambda g, p: jnp.asarray(g, grad_dtype or p.dtype), mine, state.params)
+        everybody = [jax.tree.leaves(values(state.params, w, step)) for w in range(session.num_workers)]
+        state = step_function(state, grads)
+        for i, leaf in enumerate(jax.tree.leaves(state.params)):
+            mean = sum(one[i] for one in everybody) / session.num_workers
+            # The mean and the update round to the parameter's type once each.
+            mean = np.asarray(jnp.asarray(mean, leaf.dtype), np.float64)
+            expected[i] = np.asarray(jnp.asarray(expected[i] - RATE * mean, leaf.dtype), np.float64)
+            np.testing.assert_array_equal(np.asarray(leaf, np.float64), expected[i], err_msg=f"{name}, leaf {i}")
+    print(f"ok: {name}", flush=True)
+
+
+def refused(session: jaxrdma.Session, name: str, params: Any, *words: str) -> None:
+    """`init` must raise PlanError with all `words`. Agreed nowhere: every worker refuses by itself."""
+    try:
+        session.init(params, update=optax.sgd(RATE))
+    except jaxrdma.PlanError as error:
+        for word in words:
+            assert word in str(error), (name, word, str(error))
+        print(f"refused: {name}: {error}", flush=True)
+    else:
+        raise AssertionError(f"{name} was not refused")
+
+
+def cases(big_bytes: int) -> dict[str, Callable[[], Any]]:
+    """What must train."""
+    rng = np.random.default_rng(5)
+
+    def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+        return jnp.asarray(rng.integers(-64, 64, size=shape) / 8.0, dtype)
+
+    linear = eqx.nn.Linear(5, 3, key=jax.random.key(0))
+    flat, _ = eqx.partition(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(1)), eqx.is_inexact_array)
+
+    def eighths(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.round(x * 8) / 8, tree)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "float32": lambda: {"w": array((33, 7))},
+        "bfloat16": lambda: {"w": array((33, 7), jnp.bfloat16)},
+        "float16": lambda: {"w": array((33, 7), jnp.float16)},
+        "mixed": lambda: [array((65,), jnp.bfloat16), array((9, 9)), array((3,), jnp.float16)],
+        "scalar": lambda: {"w": array(())},
+        "size 0": lambda: {"w": array((0, 4)), "v": array((3,))},
+        "only size 0": lambda: {"w": array((0, 4))},
+        "None": lambda: {"w": array((3,)), "nothing": None},
+        "tuple": lambda: (array((3,)), (array((2, 2)),)),
+        "bare array": lambda: array((17,)),
+        "dataclass": lambda: Model(array((4, 4)), array((4,))),
+        "flax": lambda: eighths(nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 4)))["params"]),
+        "equinox": lambda: eighths(linear),
+        "equinox partitioned": lambda: eighths(flat),
+        "NumPy": lambda: {"w": np.asarray(array((6, 2)))},
+        "1000 leaves": lambda: {f"w{i:04}": array((1024,)) for i in range(1000)},
+        "big": lambda: {"w": array((big_bytes // 4,))},
+    }
+    if jax.config.jax_enable_x64:
+        ways["float64"] = lambda: {"w": array((33, 7), jnp.float64), "v": array((3,))}
+        ways["float64 NumPy"] = lambda: {"w": np.asarray(array((5,)), np.float64)}
+    return ways
+
+
+def main() -> None:
+    """Train what can be, ask for what cannot."""
+    with jaxrdma.connect() as session:
+        for name, make in cases(int(sys.argv[1])).items():
+            check(session, name, make())
+        weights = {"w": jnp.ones((40,))}
+        check(session, "bfloat16 gradients of float32", weights, "bfloat16")
+        check(session, "float16 gradients of float32", weights, "float16")
+        check(session, "float32 gradients of bfloat16", {"w": jnp.ones((40,), jnp.bfloat16)}, "float32")
+
+        good = jnp.ones((3,))
+        refused(session, "integer", {"good": good, "count": jnp.zeros((), jnp.int32)}, "['count']", "int32")
+        refused(session, "bool", {"good": good, "mask": jnp.ones((2,), bool)}, "['mask']", "bool")
+        refused(session, "complex", [good, jnp.ones((2,), jnp.complex64)], "[1]", "complex64")
+        refused(session, "function", {"act": jax.nn.relu, "good": good}, "['act']", "cannot be averaged")
+        refused(session, "key", {"key": jax.random.key(0)}, "['key']", "PRNG")
+        if not jax.config.jax_enable_x64:
+            refused(session, "float64, x64 off", {"w": np.ones((2,), np.float64)}, "['w']", "float64", "x64")
+
+        state = session.init(weights, update=optax.sgd(RATE))
+        wrong: dict[str, Any] = {
+            "another shape": {"w": jnp.ones((41,))},
+            "another dtype": {"w": jnp.ones((40,), jnp.int32)},
+            "another tree": {"v": jnp.ones((40,))},
+        }
+        for name, grads in wrong.items():
+            try:
+                jaxrdma.ps_step(state, grads)
+            except jaxrdma.MismatchError as error:
+                assert "grads" in str(error), error
+                print(f"refused: gradients of {name}: {error}", flush=True)
+            else:
+                raise AssertionError(name)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Ctrl-C: everything is gone within three seconds, and says no more than KeyboardInterrupt."""
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.job import SCRIPTS, Job
+from tests.conftest import MARK, marked_processes
+
+SECONDS = 3
+
+
+def check_is_quiet(output: str) -> None:
+    """One traceback, that of KeyboardInterrupt, which is the last word, and nothing else but steps and progress."""
+    assert output.count("Traceback (most recent call last)") == 1, output
+    before, _, traceback = output.partition("Traceback (most recent call last)")
+    strange = [line for line in before.splitlines() if not re.match(r"step \d+$|sleeping$|jaxrdma: (model|have|waiting)", line)]
+    assert not strange, output
+    assert traceback.rstrip().endswith("\nKeyboardInterrupt"), output
+    assert "Error" not in traceback, output
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("blocked", ["in-a-step", "computing"])
+def test_a_worker_ends_by_keyboard_interrupt(make_job: Callable[..., Job], blocked: str) -> None:
+    # Worker 1 sleeps before step 5; worker 0 waits for it in that step.
+    job = make_job(1, 2).start("steps.py", 1000000, "1:5:sleep")
+    job.wait_for_output("worker 1", "sleeping")
+    job.wait_for_output("worker 0", "step 5\n")
+    victim, other = ("worker 0", "worker 1") if blocked == "in-a-step" else ("worker 1", "worker 0")
+    if blocked == "in-a-step":
+        # The line is printed before the step begins.
+        time.sleep(0.5)
+    begin = time.monotonic()
+    job.kill(victim, signal.SIGINT)
+    code = job.wait(SECONDS, [victim])[victim]
+    # By the signal, as a shell expects of a program that was interrupted.
+    assert code == -signal.SIGINT, job.outputs()
+    check_is_quiet(job.output(victim))
+    # Whoever waits for others is told. Who sleeps in code of its own cannot be.
+    waiting = ["server 0"] + ([other] if other == "worker 0" else [])
+    job.wait(SECONDS - (time.monotonic() - begin), waiting)
+    for name in [*waiting, "coordinator"]:
+        assert re.search(f"{victim} .*was: interrupted", job.output(name)), job.outputs()
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "signal"])
+@pytest.mark.parametrize("deeds", [[], ["1:5:sleep"]], ids=["stepping", "blocked"])
+def test_interrupting_the_launcher_ends_everything(
+    no_leftovers: None, terminal: bool, deeds: list[str]
+) -> None:
+    with _launched(deeds, terminal) as job:
+        job.read_until(r"^worker 0 +\| step 5", r"^worker 1 +\| " + ("sleeping" if deeds else "step 5"))
+        job.interrupt()
+        job.check_is_gone(SECONDS)
+    output = job.output()
+    assert job.process.returncode == 128 + signal.SIGINT, output
+    assert output.rstrip().endswith("jaxrdma: ended by SIGINT"), output
+    check_is_quiet(job.output("worker 0"))
+    check_is_quiet(job.output("worker 1"))
+
+
+@pytest.mark.timeout(100)
+def test_interrupting_a_worker_that_waits_for_a_sleeper_ends_everything(no_leftovers: None) -> None:
+    with _launched(["1:5:sleep"], False) as job:
+        job.read_until(r"^worker 0 +\| step 5", r"^worker 1 +\| sleeping")
+        (worker,) = [
+            process
+            for process in marked_processes(os.environ[MARK])
+            if process.environ().get("JAXRDMA_ROLE") == "worker" and process.environ()["JAXRDMA_INDEX"] == "0"
+        ]
+        worker.send_signal(signal.SIGINT)
+        job.check_is_gone(SECONDS)
+    output = job.output()
+    assert job.process.returncode == 128 + signal.SIGINT, output
+    assert re.search("jaxrdma: worker 0 failed first: .*worker 0 .*was: interrupted", output), output
+    check_is_quiet(job.output("worker 0"))
+
+
+class _Launched:
+    """`jaxrdma launch` in a session of its own, on a terminal or not, with all that it has printed."""
+
+    def __init__(self, command: list[str], terminal: bool) -> None:
+        self._terminal = terminal
+        self._master, slave = pty.openpty() if terminal else os.pipe()
+        self.process = subprocess.Popen(
+            ["setsid", "--ctty", *command] if terminal else command,
+            stdin=slave if terminal else subprocess.DEVNULL,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=not terminal,
+        )
+        os.close(slave)
+        self._text = ""
+
+    def read_until(self, *patterns: str) -> None:
+        deadline = time.monotonic() + 60
+        while not all(re.search(pattern, self.output(), re.MULTILINE) for pattern in patterns):
+            assert time.monotonic() < deadline, self.output()
+            self._read(0.1)
+
+    def interrupt(self) -> None:
+        if self._terminal:
+            os.write(self._master, b"\x03")
+        else:
+            self.process.send_signal(signal.SIGINT)
+
+    def check_is_gone(self, seconds: float) -> None:
+        """It, and all that it started, ends within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self._read(0.05) or self.process.poll() is None:
+            assert time.monotonic() < deadline, self.output()
+        left = marked_processes(os.environ[MARK])
+        assert not left, left
+
+    def output(self, name: str = "") -> str:
+        """What a terminal would show, without colours; all, or the lines of one process."""
+        text = self._text.replace("\r\n", "\n").replace("^C", "")
+        text = re.sub(r"[^\n]*\r\x1b\[K", "", text)  # progress that was replaced
+        text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+        return "\n".join(re.findall(rf"^{name} +\| (.*)$", text, re.MULTILINE)) if name else text
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def _read(self, timeout: float) -> bool:
+        if not select.select([self._master], [], [], timeout)[0]:
+            return False
+        try:
+            data = os.read(self._master, 1 << 16)
+        except OSError:  # nobody holds the other end of the terminal any more
+            return False
+        self._text += data.decode(errors="replace")
+        return bool(data)
+
+
+def _launched(deeds: list[str], terminal: bool) -> "contextlib.closing[_Launched]":
+    command = ["-m", "jaxrdma", "launch", "--servers", "2", "--workers", "2", str(SCRIPTS / "steps.py"), "1000000"]
+    return contextlib.closing(_Launched([sys.executable, *command, *deeds], terminal))

@@ -1,0 +1,205 @@
+"""ClusterSpec: what environments give it, and what it refuses."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrdma.cluster import (
+    ClusterSpec,
+    check_listen,
+    format_address,
+    is_loopback,
+    jaxrdma_settings,
+    parse_address,
+    tf_config_settings,
+)
+from jaxrdma.errors import ConfigError
+
+ENV = {
+    "JAXRDMA_COORDINATOR": "127.0.0.1:7000",
+    "JAXRDMA_INDEX": "1",
+    "JAXRDMA_NUM_WORKERS": "2",
+    "JAXRDMA_NUM_SERVERS": "1",
+}
+
+
+def test_defaults_are_the_documented_ones():
+    spec = ClusterSpec.from_environment(ENV)
+    assert (spec.role, spec.index, spec.num_workers, spec.num_servers) == ("worker", 1, 2, 1)
+    assert (spec.transport, spec.connect_timeout, spec.heartbeat_timeout) == ("auto", 300, 12)
+    assert (spec.partition_bytes, spec.ordered, spec.spin_us) == (1 << 20, False, None)
+
+
+def test_overrides_go_before_variables_and_none_means_not_given():
+    spec = ClusterSpec.from_environment(ENV, index=0, num_workers=None, ordered=True)
+    assert (spec.index, spec.num_workers, spec.ordered) == (0, 2, True)
+
+
+def test_empty_variables_count_as_not_given():
+    assert ClusterSpec.from_environment({**ENV, "JAXRDMA_TRANSPORT": " "}).transport == "auto"
+
+
+def test_missing_fields_are_all_named():
+    with pytest.raises(ConfigError, match=r"index, num_servers not given.*JAXRDMA_INDEX"):
+        ClusterSpec.from_environment(
+            {"JAXRDMA_COORDINATOR": "localhost:1", "JAXRDMA_NUM_WORKERS": "2"}
+        )
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("JAXRDMA_NUM_WORKER", "JAXRDMA_NUM_WORKERS"),
+        ("JAXRDMA_PARTITIONBYTES", "JAXRDMA_PARTITION_BYTES"),
+        ("JAXRDMA_Transport", "JAXRDMA_TRANSPORT"),
+    ],
+)
+def test_unknown_variable_is_refused_with_the_nearest_name(variable, meant):
+    with pytest.raises(ConfigError, match=f"{variable} does not exist; did you mean {meant}"):
+        jaxrdma_settings({variable: "1"})
+
+
+def test_unknown_override_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match="'num_worker'; did you mean num_workers"):
+        ClusterSpec.from_environment(ENV, num_worker=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"JAXRDMA_INDEX": "2"}, r"index 2 of a worker in a job of 2 workers: expected 0 to 1"),
+        ({"JAXRDMA_INDEX": "-1"}, "index -1"),
+        ({"JAXRDMA_INDEX": "one"}, "JAXRDMA_INDEX='one': expected a whole number"),
+        ({"JAXRDMA_ROLE": "sever"}, "did you mean server"),
+        ({"JAXRDMA_ROLE": "server"}, "index 1 of a server in a job of 1 servers"),
+        ({"JAXRDMA_NUM_SERVERS": "0"}, "num_servers is 0: expected at least 1"),
+        ({"JAXRDMA_COORDINATOR": "nowhere"}, "expected host:port"),
+        ({"JAXRDMA_COORDINATOR": "a:70000"}, "expected a port of 0 to 65535"),
+        ({"JAXRDMA_COORDINATOR": "a:0"}, "port 0"),
+        ({"JAXRDMA_TRANSPORT": "verbs"}, "transport 'verbs' is not there: expected one of auto"),
+        ({"JAXRDMA_CONNECT_TIMEOUT": "0"}, "connect_timeout is 0"),
+        ({"JAXRDMA_HEARTBEAT_TIMEOUT": "nan"}, "heartbeat_timeout is nan"),
+        ({"JAXRDMA_ORDERED": "maybe"}, "expected 0 or 1"),
+        ({"JAXRDMA_PARTITION_BYTES": "1"}, "partition_bytes is 1"),
+        ({"JAXRDMA_JOB": "x" * 65}, "1 to 64 bytes"),
+    ],
+)
+def test_impossible_values_are_refused_by_name(change, text):
+    with pytest.raises(ConfigError, match=text):
+        ClusterSpec.from_environment({**ENV, **change})
+
+
+def test_the_secret_is_never_shown():
+    spec = ClusterSpec.from_environment({**ENV, "JAXRDMA_SECRET": "hunter2"})
+    assert spec.secret == "hunter2"
+    assert "hunter2" not in repr(spec)
+
+
+@given(
+    st.builds(
+        ClusterSpec,
+        coordinator=st.sampled_from(["localhost:1", "[::1]:9", "10.1.2.3:65535"]),
+        role=st.sampled_from(["worker", "server"]),
+        index=st.integers(0, 3),
+        num_workers=st.integers(4, 9),
+        num_servers=st.integers(4, 9),
+        secret=st.text("abc123", max_size=8),
+        job=st.text("xyz", min_size=1, max_size=8),
+        transport=st.sampled_from(["auto", "tcp"]),
+        connect_timeout=st.floats(0.5, 1e6),
+        heartbeat_timeout=st.floats(0.5, 1e6),
+        partition_bytes=st.integers(64, 1 << 40),
+        ordered=st.booleans(),
+        spin_us=st.none() | st.integers(0, 1000),
+    )
+)
+def test_a_spec_survives_the_environment(spec):
+    assert ClusterSpec.from_environment(spec.to_environment()) == spec
+
+
+# --- TF_CONFIG ---
+
+
+def tf(task, **cluster):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+def test_tf_config_gives_a_worker_its_place():
+    env = tf({"type": "worker", "index": 1}, ps=["a:1", "b:1"], worker=["c:1", "d:1"])
+    spec = ClusterSpec.from_environment(env)
+    assert (spec.role, spec.index, spec.num_workers, spec.num_servers) == ("worker", 1, 2, 2)
+    assert spec.coordinator == "a:1"
+
+
+def test_tf_config_counts_the_chief_as_worker_0():
+    cluster = {"ps": ["a:1"], "chief": ["b:1"], "worker": ["c:1", "d:1"]}
+    chief = tf_config_settings(tf({"type": "chief", "index": 0}, **cluster))
+    worker = tf_config_settings(tf({"type": "worker", "index": 0}, **cluster))
+    assert (chief["index"], worker["index"], worker["num_workers"]) == (0, 1, 3)
+
+
+def test_tf_config_makes_servers_of_ps_tasks():
+    env = tf({"type": "ps", "index": 1}, ps=["a:1", "b:1"], worker=["c:1"], coordinator=["z:5"])
+    spec = ClusterSpec.from_environment(env)
+    assert (spec.role, spec.index, spec.coordinator) == ("server", 1, "z:5")
+
+
+def test_jaxrdma_variables_go_before_tf_config():
+    env = tf({"type": "worker", "index": 0}, ps=["a:1"], worker=["c:1", "d:1"])
+    assert ClusterSpec.from_environment({**env, "JAXRDMA_INDEX": "1"}).index == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"TF_CONFIG": "{"}, "not JSON"),
+        ({"TF_CONFIG": "[1]"}, 'no "cluster"'),
+        (tf({"type": "worker", "index": 2}, ps=["a:1"], worker=["b:1"]), "no worker 2 among the 1"),
+        (tf({"type": "worker", "index": -1}, ps=["a:1"], worker=["b:1"]), "no worker -1"),
+        (
+            tf({"type": "worker", "index": 0}, ps=["a:1"], worker=["a:1"]),
+            "a:1 to both ps 0 and worker 0",
+        ),
+        (tf({"type": "worker", "index": 0}, worker=["a:1"]), 'no "ps"'),
+        (tf({"type": "cook", "index": 0}, ps=["a:1"], worker=["b:1"]), "task: expected"),
+        (tf({"type": "worker", "index": 0}, ps=["a"], worker=["b:1"]), "ps 0 'a': expected host"),
+        (tf({"type": "worker", "index": 0}, ps="a:1", worker=["b:1"]), "cluster.ps: expected"),
+        (tf({"type": "worker", "index": 0}, pss=["a:1"]), "did you mean ps"),
+    ],
+)
+def test_a_wrong_tf_config_is_refused_by_name(env, text):
+    with pytest.raises(ConfigError, match=text):
+        ClusterSpec.from_environment(env)
+
+
+# --- addresses ---
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("a:1", ("a", 1)), ("[::1]:80", ("::1", 80)), ("10.0.0.1:0", ("10.0.0.1", 0))],
+)
+def test_addresses_are_read_and_written(text, parts):
+    assert parse_address(text) == parts
+    assert format_address(*parts) == text
+
+
+@pytest.mark.parametrize("text", ["", ":", ":1", "a", "a:", "a:x", "::1:80", "a:-1", "a:٣"])
+def test_bad_addresses_are_refused(text):
+    with pytest.raises(ConfigError, match="thing"):
+        parse_address(text, "thing")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1"])
+def test_loopback_needs_no_secret(host):
+    assert is_loopback(host)
+    check_listen(format_address(host, 0), "")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost.evil.org", "myhost"])
+def test_other_addresses_need_a_secret(host):
+    with pytest.raises(ConfigError, match="JAXRDMA_SECRET"):
+        check_listen(format_address(host, 0), "")
+    check_listen(format_address(host, 0), "secret")

@@ -1,0 +1,501 @@
+"""The launcher: what it starts, what it prints, and that nothing is left of it."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrdma.cli import main
+from jaxrdma.cluster import ClusterSpec
+from jaxrdma.launch import Lines, Screen, kill_sessions, server_environment, worker_environment
+
+SPEC = ClusterSpec("127.0.0.1:7", "worker", 0, 1, 1, secret="s")
+
+# The control half of a worker, in the place of a training script. argv: what worker 1 does.
+WORKER = """
+import os, signal, subprocess, sys, time
+from jaxrdma.cluster import ClusterSpec
+from jaxrdma.control import ControlClient, Failed
+from jaxrdma.errors import JaxRdmaError
+
+spec = ClusterSpec.from_environment()
+what = sys.argv[1]
+if what == "stubborn":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+if what == "early" and spec.index == 1:
+    sys.exit(5)
+client = ControlClient(spec, spec.role, spec.index, 1)
+child = subprocess.Popen(["sleep", "100"])  # as a data loader would be
+try:
+    client.join()
+    print("joined", spec.index, child.pid, flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
+    if spec.index == 1:
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raises":
+            client.send(Failed("raised", "ValueError: x"))
+            client.close()
+            time.sleep(0.7)  # the other one ends first
+            sys.exit(3)
+    if what == "good":
+        client.leave(7)
+    elif what == "stubborn":
+        time.sleep(60)
+    else:
+        client.wait(lambda message: False, 60)
+except JaxRdmaError as error:
+    print("error:", error, flush=True)
+    if what == "lingers":
+        time.sleep(60)
+    sys.exit(1)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.exit(9)
+finally:
+    client.close()
+"""
+
+# The control half of a server.
+SERVER = """
+import sys
+from jaxrdma.control import Admitting, ControlClient, Shutdown
+from jaxrdma.errors import JaxRdmaError
+
+def run_server(spec, listen):
+    client = ControlClient(spec, "server", spec.index, 1, "127.0.0.1:1")
+    try:
+        client.join()
+        client.send(Admitting())
+        client.wait(lambda message: isinstance(message, Shutdown))
+        client.leave(-1)
+        return 0
+    except JaxRdmaError as error:
+        print("server error:", error)
+        client.close()
+        return 1
+"""
+
+# Puts SERVER in the place of jaxrdma.server in every Python that is started with it on its path.
+SITE = """
+import importlib.util, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "jaxrdma.server":
+            return importlib.util.spec_from_file_location(name, {path!r})
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Path:
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "fake_server.py").write_text(SERVER)
+    (tmp_path / "sitecustomize.py").write_text(SITE.format(path=str(tmp_path / "fake_server.py")))
+    return tmp_path
+
+
+class Launched:
+    """A launcher in a process of its own."""
+
+    def __init__(self, scripts: Path, *arguments: str, **options) -> None:
+        path = [str(scripts), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(Path(p).resolve()) for p in path]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jaxrdma", "launch", *arguments],
+            env=dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+        self.lines: list[str] = []
+
+    def until(self, text: str, count: int = 1) -> None:
+        while sum(text in line for line in self.lines) < count:
+            line = self.process.stdout.readline()
+            assert line, "".join(self.lines) + self.process.stderr.read()
+            self.lines.append(line)
+
+    def end(self, timeout: float = 30) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, "".join(self.lines) + out, err
+
+
+@pytest.fixture
+def launch(no_leftovers: None, scripts: Path) -> Iterator:
+    started: list[Launched] = []
+
+    def start(*arguments: str, **options) -> Launched:
+        started.append(Launched(scripts, *arguments, **options))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        if launched.process.poll() is None:
+            launched.process.kill()
+            launched.process.wait()
+        for pipe in (launched.process.stdout, launched.process.stderr):
+            pipe.close()
+
+
+def two(scripts: Path, what: str) -> list[str]:
+    return ["--workers", "2", "--servers", "1", str(scripts / "worker.py"), what]
+
+
+cluster_test = pytest.mark.timeout(60)
+
+
+# --- whole jobs ---
+
+
+@cluster_test
+def test_a_good_job_ends_with_0_and_prefixes_its_lines(launch, scripts):
+    code, out, err = launch(*two(scripts, "good")).end()
+    assert code == 0, out + err
+    assert "worker 0    | joined 0" in out
+    assert "worker 1    | joined 1" in out
+    assert "worker 1    | to stderr" in err
+    assert "failed" not in err
+
+
+@cluster_test
+def test_a_module_is_run_and_its_options_are_its_own(launch, scripts):
+    (scripts / "show.py").write_text("import sys; print(sys.argv[1:]); sys.exit(4)")
+    launched = launch("--workers", "1", "-m", "show", "--servers", "9", "-x")
+    code, out, _ = launched.end()
+    assert code == 4
+    assert "worker 0    | ['--servers', '9', '-x']" in out
+
+
+@cluster_test
+def test_a_killed_worker_gives_its_code_and_its_name(launch, scripts):
+    code, out, err = launch(*two(scripts, "killed")).end()
+    assert code == 128 + signal.SIGKILL
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("jaxrdma: worker 1 failed first: killed by SIGKILL; worker 1 (")
+    assert "worker 0    | error: worker 1 (" in out
+
+
+@cluster_test
+def test_the_cause_gives_the_code_even_if_it_ends_last(launch, scripts):
+    code, _, err = launch(*two(scripts, "raises")).end()
+    assert code == 3, err
+    assert "worker 1 failed first: ended with exit code 3; worker 1 (" in err
+    assert "ValueError: x" in err.strip().splitlines()[-1]
+
+
+@cluster_test
+def test_a_worker_that_fails_before_it_joins_ends_the_job(launch, scripts):
+    begin = time.monotonic()
+    code, _, err = launch(*two(scripts, "early")).end()
+    assert code == 5
+    assert time.monotonic() - begin < 15
+    assert "jaxrdma: worker 1 failed first: ended with exit code 5" in err
+
+
+@cluster_test
+def test_others_that_linger_after_a_failure_are_ended(launch, scripts):
+    launched = launch(*two(scripts, "lingers"))
+    launched.until("joined", 2)
+    pid = int(next(x for x in launched.lines if "joined 1" in x).split()[-1])
+    worker = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    begin = time.monotonic()
+    os.kill(worker, signal.SIGKILL)
+    code, _, _ = launched.end()
+    assert code == 137
+    assert 4 < time.monotonic() - begin < 9
+
+
+@cluster_test
+def test_a_script_that_never_joins_is_named(launch, scripts):
+    (scripts / "quick.py").write_text("print('hi')")
+    code, out, err = launch("--workers", "1", str(scripts / "quick.py")).end()
+    assert code == 1
+    assert "worker 0    | hi" in out
+    assert "coordinator, server 0 did not end within 10 s of the last worker" in err
+
+
+# --- signals ---
+
+
+@cluster_test
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_the_job(launch, scripts, number, code):
+    launched = launch(*two(scripts, "waits"))
+    launched.until("joined", 2)
+    begin = time.monotonic()
+    launched.process.send_signal(number)
+    got, out, err = launched.end()
+    assert got == code
+    assert time.monotonic() - begin < 3
+    assert f"ended by {number.name}" in err
+    if number == signal.SIGINT:
+        assert "worker 0    | interrupted" in out
+        assert "worker 1    | interrupted" in out
+
+
+@cluster_test
+def test_those_who_ignore_signals_are_killed_within_3_seconds(launch, scripts):
+    launched = launch(*two(scripts, "stubborn"))
+    launched.until("joined", 2)
+    begin = time.monotonic()
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end()[0] == 130
+    assert 2 < time.monotonic() - begin < 3
+
+
+@cluster_test
+def test_a_stopped_worker_does_not_outlive_a_signal(launch, scripts):
+    launched = launch(*two(scripts, "waits"))
+    launched.until("joined", 2)
+    pid = int(launched.lines[0].split()[-1])
+    worker = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(worker, signal.SIGSTOP)
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end(5)[0] == 130
+
+
+@cluster_test
+def test_a_second_signal_kills_at_once(launch, scripts):
+    launched = launch(*two(scripts, "stubborn"))
+    launched.until("joined", 2)
+    begin = time.monotonic()
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end()[0] == 130
+    assert time.monotonic() - begin < 1.4
+
+
+@cluster_test
+def test_a_signal_while_starting_ends_the_job(launch, scripts):
+    launched = launch(*two(scripts, "waits"))
+    time.sleep(0.25)  # anywhere in the start
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end(6)[0] in (130, -signal.SIGINT)
+
+
+@cluster_test
+def test_nothing_outlives_a_killed_launcher(launch, scripts):
+    launched = launch(*two(scripts, "stubborn"))
+    launched.until("joined", 2)
+    pids = [int(x.split()[-1]) for x in launched.lines if "joined" in x]
+    launched.process.kill()
+    launched.process.communicate(timeout=5)  # the pipes end: nobody holds them
+    deadline = time.monotonic() + 2
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    # `no_leftovers` looks for all the others.
+    assert not any(
+        Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+        for pid in pids
+    )
+
+
+@cluster_test
+def test_a_reader_that_goes_away_does_not_end_the_job(launch, scripts):
+    launched = launch(*two(scripts, "good"))
+    launched.process.stdout.close()
+    assert launched.process.wait(30) == 0
+
+
+# --- command line ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["launch"], "which script"),
+        (["launch", "no-such.py"], "no script 'no-such.py'"),
+        (["launch", "--workers", "0", __file__], "num_workers is 0"),
+        (["launch", "--servers", "0", __file__], "num_servers is 0"),
+        (["launch", "--partition-bytes", "1", __file__], "partition_bytes is 1"),
+        (["coordinator", "--servers", "1"], "--workers"),
+        (["server", "--index", "0"], "coordinator, num_workers, num_servers not given"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, text, capsys):
+    assert main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_variable_that_does_not_exist_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("JAXRDMA_TRANSPROT", "tcp")
+    assert main(["launch", __file__]) == 2
+    assert "did you mean JAXRDMA_TRANSPORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["launch", "coordinator", "server"])
+def test_help_has_examples_and_exit_codes(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out
+    assert "exit codes:" in out
+
+
+def test_the_list_of_commands_is_shown(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("launch", "coordinator", "server", "exit codes:"))
+
+
+# --- environments ---
+
+
+def test_servers_never_see_a_gpu_and_workers_have_threads_to_wait_on():
+    env = {"HOME": "/h", "JAXRDMA_INDEX": "9", "TF_CONFIG": "{}", "JAX_PLATFORMS": "cuda"}
+    server = server_environment(env, SPEC)
+    assert (server["JAX_PLATFORMS"], server["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
+    worker = worker_environment(env, SPEC)
+    assert (worker["PJRT_NPROC"], worker["JAX_PLATFORMS"], worker["HOME"]) == ("8", "cuda", "/h")
+    assert "CUDA_VISIBLE_DEVICES" not in worker
+    assert worker_environment({"PJRT_NPROC": "3"}, SPEC)["PJRT_NPROC"] == "3"
+    for result in (server, worker):
+        assert "TF_CONFIG" not in result
+        assert ClusterSpec.from_environment(result) == SPEC
+
+
+# --- output ---
+
+
+@pytest.mark.parametrize(
+    ("data", "lines", "unfinished"),
+    [
+        (b"a\nb", [b"a"], b"b"),
+        (b"a\r\nb\r\n", [b"a", b"b"], b""),
+        (b"\r10%\r20%", [], b"20%"),
+        (b"10%\r20%\r", [], b"20%"),
+        (b"\r10%\r20%\n", [b"20%"], b""),
+        (b"10%\r20%\r\n\n", [b"20%", b""], b""),
+    ],
+)
+def test_what_follows_a_carriage_return_replaces_the_line(data, lines, unfinished):
+    for size in range(1, len(data) + 1):
+        cut = Lines()
+        got = []
+        for i in range(0, len(data), size):
+            got += cut.feed(data[i : i + size])
+        assert (got, cut.unfinished) == (lines, unfinished)
+
+
+@given(st.lists(st.binary(max_size=20)))
+def test_text_without_carriage_returns_passes_unchanged(chunks):
+    chunks = [chunk.replace(b"\r", b"") for chunk in chunks]
+    cut = Lines()
+    got = [line for chunk in chunks for line in cut.feed(chunk)]
+    assert b"\n".join([*got, cut.unfinished]) == b"".join(chunks)
+
+
+def test_a_line_without_end_does_not_grow_for_ever():
+    cut = Lines()
+    lines = [line for _ in range(100) for line in cut.feed(b"x" * 4096)]
+    assert sum(map(len, lines)) > 300_000
+    assert len(cut.unfinished) <= 1 << 16
+
+
+def terminal_output(draw) -> bytes:
+    """What `draw` writes to a terminal 40 columns wide."""
+    ours, theirs = pty.openpty()
+    try:
+        import fcntl
+        import struct
+        import termios
+
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+        draw(Screen(theirs, theirs, lambda fd: True))
+        os.write(theirs, b"END")
+        data = b""
+        while not data.endswith(b"END"):
+            data += os.read(ours, 4096)
+        return data[:-3].replace(b"\r\n", b"\n")
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_progress_bar_stays_below_the_lines_of_others():
+    def draw(screen: Screen) -> None:
+        screen.bar("err", b"10%")
+        screen.line("out", b"hello")
+        screen.bar("out", b"")  # not its bar
+        screen.bar("err", b"20%")
+        screen.bar("err", b"")
+
+    clear = b"\r\x1b[K"
+    assert terminal_output(draw) == (
+        clear + b"10%" + clear + b"hello\n" + clear + b"10%" + clear + b"20%" + clear
+    )
+
+
+def test_a_progress_bar_is_cut_to_the_terminal():
+    output = terminal_output(lambda screen: screen.bar("out", b"\x1b[36mw\x1b[0m" + b"x" * 100))
+    assert output.count(b"x") == 38
+    assert b"\x1b[36mw\x1b[0m" in output
+
+
+def test_no_colour_where_there_is_no_terminal():
+    reading, writing = os.pipe()
+    try:
+        assert Screen(writing, writing, lambda fd: True).prefix("worker 0", 11, "out") == (
+            b"worker 0    | "
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+# --- ending ---
+
+
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_session_is_killed_with_all_its_process_groups():
+    code = "import os, subprocess, time; p = subprocess.Popen(['sleep', '60'], process_group=0)"
+    code += "; print(p.pid, flush=True); time.sleep(60)"
+    leader = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
+    )
+    leader.stdout.readline()
+    kill_sessions([leader.pid])
+    assert leader.wait(5) == -signal.SIGKILL
+    leader.stdout.close()
+
+
+def test_json_is_what_the_coordinator_reports(no_leftovers):
+    reading, writing = os.pipe()
+    coordinator = [sys.executable, "-m", "jaxrdma", "coordinator", "--listen=127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*coordinator, "--workers=1", "--servers=1", f"--report-fd={writing}"],
+        pass_fds=[writing],
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(writing)
+    with os.fdopen(reading) as report:
+        assert json.loads(report.readline())["address"].startswith("127.0.0.1:")
+        process.terminate()
+        fact = json.loads(report.readline())
+    assert (fact["kind"], fact["role"]) == ("interrupted", "coordinator")
+    assert process.wait(5) == 143
+
+
+def test_the_test_process_has_no_threads_left():
+    assert not [t for t in threading.enumerate() if t.name.startswith("jaxrdma")]
