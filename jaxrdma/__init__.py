@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxrdma.errors import StepError as StepError
     from jaxrdma.errors import TransportError as TransportError
     from jaxrdma.errors import UpdateError as UpdateError
-    from jaxrdma.launch import local_cluster as local_cluster
+    from jaxrdma.local import local_cluster as local_cluster
     from jaxrdma.policy import SyncReplicas as SyncReplicas
     from jaxrdma.session import Session as Session
     from jaxrdma.session import Stats as Stats
@@ -45,7 +45,7 @@ _HOME = {
     "StepError": "errors",
     "TransportError": "errors",
     "UpdateError": "errors",
-    "local_cluster": "launch",
+    "local_cluster": "local",
     "SyncReplicas": "policy",
     "Session": "session",
     "Stats": "session",

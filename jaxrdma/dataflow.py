@@ -210,7 +210,7 @@ def evaluate(
     classified: Classified,
     inputs: Sequence[Any],
     wanted: Sequence[int],
-    lengths: dict[int, int] | None = None,
+    shapes: dict[int, tuple[int, ...]] | None = None,
 ) -> tuple[list[Any], list[Any]]:
     """Run the part of a program that some of its results need.
 
@@ -218,8 +218,9 @@ def evaluate(
 
     - `inputs`: one per input; None where no wanted result needs it.
     - `wanted`: positions in `program.outputs`.
-    - `lengths`: how many elements of each leaf there are. Then UNIFORM values are scalars and ELEMENTWISE
-      ones flat, in `inputs` and in what is returned. None: every value has the shape it was traced with.
+    - `shapes`: of the pieces of the leaves. Then UNIFORM values are scalars and ELEMENTWISE ones have the
+      shape of their leaf's piece, in `inputs` and in what is returned. None: every value has the shape it
+      was traced with.
 
     **Returns:** the wanted results, and scalars that the compiled program must return too so that its
     arithmetic is the whole program's: see `shared_scalars`.
@@ -233,14 +234,14 @@ def evaluate(
     witnesses: list[Any] = []
 
     def scalar(index: int) -> bool:
-        return lengths is not None and classes[index].level == UNIFORM
+        return shapes is not None and classes[index].level == UNIFORM
 
     def full(index: int) -> Any:
         shape = program.values[index].aval.shape
         return jnp.broadcast_to(values[index], shape) if scalar(index) else values[index]
 
-    def flat(index: int, length: int) -> Any:
-        return jnp.broadcast_to(values[index], (length,)) if scalar(index) else values[index]
+    def piece(index: int, shape: tuple[int, ...]) -> Any:
+        return jnp.broadcast_to(values[index], shape) if scalar(index) else values[index]
 
     for index in live:
         value = program.values[index]
@@ -260,13 +261,13 @@ def evaluate(
         if not outputs:
             continue
         if node.branches:
-            *results, witness = _evaluate_cond(classified, position, values, outputs, lengths)
+            *results, witness = _evaluate_cond(classified, position, values, outputs, shapes)
             witnesses.append(witness)
         elif node.name == "optimization_barrier":
             pairs = zip(node.inputs, node.outputs, strict=True)
             results = _bind(node, [values[a] for a, b in pairs if b in live])
         elif (
-            lengths is not None
+            shapes is not None
             and classes[outputs[0]].level != WHOLE
             and (node.name in _SHAPE_ONLY or node.name in _ELEMENTWISE)
         ):
@@ -275,8 +276,8 @@ def evaluate(
             elif scalar(outputs[0]):
                 results = _bind(node, [values[index] for index in node.inputs])
             else:
-                length = lengths[classes[outputs[0]].leaf]
-                results = _bind(node, [flat(index, length) for index in node.inputs])
+                shape = shapes[classes[outputs[0]].leaf]
+                results = _bind(node, [piece(index, shape) for index in node.inputs])
         else:
             results = _bind(node, [full(index) for index in node.inputs])
             results = [r for r, index in zip(results, node.outputs, strict=True) if index in live]
@@ -301,7 +302,7 @@ def _evaluate_cond(
     position: int,
     values: dict[int, Any],
     outputs: list[int],
-    lengths: dict[int, int] | None,
+    shapes: dict[int, tuple[int, ...]] | None,
 ) -> list[Any]:
     import jax
 
@@ -313,14 +314,14 @@ def _evaluate_cond(
     def runner(branch: Classified) -> Any:
         def run(arguments: dict[int, Any]) -> list[Any]:
             inputs = [arguments.get(i) for i in range(len(operands))]
-            results, witnesses = evaluate(branch, inputs, wanted, lengths)
+            results, witnesses = evaluate(branch, inputs, wanted, shapes)
             have = [branch.outputs[i] for i in wanted]
-            shapes = [branch.program.values[branch.program.outputs[i]].aval for i in wanted]
+            traced = [branch.program.values[branch.program.outputs[i]].aval for i in wanted]
             want = [classified.classes[output] for output in outputs]
             used = sum((w.astype("float32") for w in witnesses), jax.numpy.zeros((), "float32"))
             return [
-                convert(result, a, b, aval.shape, lengths)
-                for result, a, b, aval in zip(results, have, want, shapes, strict=True)
+                convert(result, a, b, aval.shape, shapes)
+                for result, a, b, aval in zip(results, have, want, traced, strict=True)
             ] + [used]
 
         return run
@@ -330,14 +331,18 @@ def _evaluate_cond(
 
 
 def convert(
-    value: Any, have: Class, want: Class, shape: Sequence[int], lengths: dict[int, int] | None
+    value: Any,
+    have: Class,
+    want: Class,
+    shape: Sequence[int],
+    shapes: dict[int, tuple[int, ...]] | None,
 ) -> Any:
     """A value of class `have`, as one of the wider class `want` is represented."""
     import jax.numpy as jnp
 
-    if lengths is None or have.level != UNIFORM or want.level == UNIFORM:
+    if shapes is None or have.level != UNIFORM or want.level == UNIFORM:
         return value
-    return jnp.broadcast_to(value, shape if want.level == WHOLE else (lengths[want.leaf],))
+    return jnp.broadcast_to(value, shape if want.level == WHOLE else shapes[want.leaf])
 
 
 def needed(program: Program, wanted: Sequence[int]) -> set[int]:

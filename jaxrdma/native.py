@@ -1,8 +1,7 @@
 """Between Python and the native module: statuses to exceptions, plans to flow specs."""
 
-from typing import TypeVar
-
 import math
+from typing import TypeVar
 
 from jaxrdma import _native, errors
 from jaxrdma.plan import Plan
@@ -33,10 +32,11 @@ def raise_for(result: T | _native.Status) -> T:
 
     **Raises:** the exception of the status's code.
     """
-    if isinstance(result, _native.Status):
-        if result.ok:
-            return result  # pyright: ignore[reportReturnType]  # a call that returns nothing but its status
-        raise native_error(result)
+    if not isinstance(result, _native.Status):
+        return result
+    status: _native.Status = result
+    if not status.ok:
+        raise native_error(status)
     return result
 
 

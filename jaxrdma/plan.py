@@ -300,11 +300,11 @@ def _as_parameter(leaf: Any) -> tuple[Any, str | None]:
             f"is {value}, of type {type(leaf).__name__}, and cannot be averaged; {_KEEP_OUT}",
         )
     dtype = leaf.dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return None, f"is a PRNG key ({dtype}) and cannot be averaged; {_KEEP_OUT}"
     if dtype.name not in ITEM_BYTES:
         return None, f"is {dtype.name}{list(leaf.shape)} and cannot be averaged; {_KEEP_OUT}"
-    if dtype.name == "float64" and not jax.config.jax_enable_x64:
+    if dtype.name == "float64" and not jax.config.read("jax_enable_x64"):
         return None, (
             f"is float64{list(leaf.shape)}, but 64-bit types are off in JAX and it would become float32: convert it, "
             "e.g. jax.tree.map(jnp.asarray, params), or set jax_enable_x64"

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrdma import control
 from jaxrdma.cluster import ClusterSpec
-from jaxrdma.control import ControlClient, FlowAgreed, FlowReady, JobFailed, MemberLeft, Message, Shutdown
+from jaxrdma.control import (
+    ControlClient,
+    FlowAgreed,
+    FlowReady,
+    JobFailed,
+    MemberLeft,
+    Message,
+    Shutdown,
+)
 from jaxrdma.errors import JaxRdmaError
 from jaxrdma.plan import ITEM_BYTES, Plan, agreed_plan
 from jaxrdma.signals import SignalWatch
 
 if TYPE_CHECKING:
-    from jaxrdma import _native
     from jaxrdma.update import ServerUpdate
 
 # A worker's goodbye travels by the coordinator, the end of its data connection directly: so long may the goodbye be
@@ -34,8 +41,8 @@ def run_server(spec: ClusterSpec, listen: str) -> int:
     - `spec`: the cluster; `spec.index` is which server this is.
     - `listen`: "host:port" for the workers' data connections; port 0 means any free one.
 
-    **Returns:** the exit code: 0 after a job that ended in good order, 1 after a failed one, 130 after Ctrl-C, 143 after
-    SIGTERM. What went wrong is printed.
+    **Returns:** the exit code: 0 after a job that ended in good order, 1 after a failed one, 130 after
+    Ctrl-C, 143 after SIGTERM. What went wrong is printed.
     """
     try:
         with _Server(spec, listen) as server:
@@ -55,7 +62,9 @@ class _Server:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._plans: dict[int, Plan] = {}
         self._updates: dict[int, ServerUpdate] = {}
-        self._suspects: dict[int, tuple[float, str]] = {}  # worker -> when its connection ended, and what it was
+        self._suspects: dict[
+            int, tuple[float, str]
+        ] = {}  # worker -> when its connection ended, and what it was
         self._left: set[int] = set()
         self._signal = 0
         self._step = -1
@@ -100,9 +109,13 @@ class _Server:
             roster = self._client.join()
             (mine,) = [entry for entry in roster.servers if entry.index == self._spec.index]
             for worker in roster.workers:
-                status = self._engine.admit(worker.index, worker.incarnation, mine.tokens[worker.index])
+                status = self._engine.admit(
+                    worker.index, worker.incarnation, mine.tokens[worker.index]
+                )
                 if not status.ok:
-                    return self._fail("raised", f"cannot admit worker {worker.index}: {status.message}")
+                    return self._fail(
+                        "raised", f"cannot admit worker {worker.index}: {status.message}"
+                    )
             self._client.send(control.Admitting())
             while True:
                 try:
@@ -182,7 +195,9 @@ class _Server:
     def _prepare(self, agreed: FlowAgreed) -> None:
         from jaxrdma.native import flow_spec, raise_for
 
-        plan = agreed_plan(agreed.leaves, self._spec.num_servers, self._spec.partition_bytes, agreed.digest)
+        plan = agreed_plan(
+            agreed.leaves, self._spec.num_servers, self._spec.partition_bytes, agreed.digest
+        )
         if agreed.mode == "update":
             from jaxrdma.update import ServerUpdate
 
@@ -208,7 +223,6 @@ class _Server:
     def _views(self, flow: int, what: str) -> list[Any]:
         """NumPy views of this server's piece of each leaf, empty where it holds nothing of a leaf."""
         import ml_dtypes
-        import numpy as np
 
         from jaxrdma.native import raise_for
 

@@ -1,13 +1,12 @@
 """A worker's live connection to its cluster: `connect`, `Session`, `Stats`."""
 
 import atexit
+import contextlib
 import itertools
 import secrets
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from numpy.typing import NDArray
 
 from jaxrdma import _native, control, step, trace
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message
-from jaxrdma.errors import CancelledError, ConfigError, ConnectError, JaxRdmaError
+from jaxrdma.errors import CancelledError, ConfigError
 from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
 from jaxrdma.policy import SyncReplicas
@@ -92,7 +92,9 @@ def connect(
         **settings,
     )
     if spec.role != "worker":
-        raise ConfigError(f"connect() in a process whose role is {spec.role}: only workers connect; run `jaxrdma server`")
+        raise ConfigError(
+            f"connect() in a process whose role is {spec.role}: only workers connect; run `jaxrdma server`"
+        )
     return Session(spec)
 
 
@@ -112,21 +114,31 @@ class Session:
         self._verdict = threading.Event()
         incarnation = secrets.randbits(63)
         engine = _native.WorkerEngine.create(
-            spec.index, spec.job, incarnation, spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US
+            spec.index,
+            spec.job,
+            incarnation,
+            spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
         )
         self._engine: _native.WorkerEngine = raise_for(engine)
         # Before anything waits: from here on Ctrl-C must end every wait.
         quiet_interrupts()
         self._signals = SignalWatch(self._on_signal).start()
         self._client = ControlClient(
-            spec, "worker", spec.index, incarnation, on_message=self._on_message, progress=self._progress
+            spec,
+            "worker",
+            spec.index,
+            incarnation,
+            on_message=self._on_message,
+            progress=self._progress,
         )
         try:
             self._join()
         except BaseException as error:
             self._abort(error)
             raise
-        self._monitor = threading.Thread(target=self._watch_connections, name="jaxrdma-monitor", daemon=True)
+        self._monitor = threading.Thread(
+            target=self._watch_connections, name="jaxrdma-monitor", daemon=True
+        )
         self._monitor.start()
         # Registered after jax was imported, so it runs before JAX's own, which would wait for the network for ever.
         atexit.register(self._at_exit)
@@ -182,13 +194,18 @@ class Session:
         flow, spec = self._agree(
             leaves, treedef, plan, "update", policy, analysis.fingerprint, programs
         )
-        host = [np.ascontiguousarray(np.asarray(array)) for array in arrays] if self.index == 0 else []
+        host = (
+            [np.ascontiguousarray(np.asarray(array)) for array in arrays] if self.index == 0 else []
+        )
         targets = [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
         kind = _native.OperationKind.INIT if self.index == 0 else _native.OperationKind.FETCH
         self._run(kind, flow, [_bytes(a) for a in host], [_bytes(a) for a in targets], spec)
         placed = [_place(target, array) for target, array in zip(targets, arrays, strict=True)]
         return PSState(
-            params=jax.tree.unflatten(treedef, placed), step=jnp.zeros((), jnp.int32), session=self.id, flow=flow
+            params=jax.tree.unflatten(treedef, placed),
+            step=jnp.zeros((), jnp.int32),
+            session=self.id,
+            flow=flow,
         )
 
     def average_flow(self, params: Any, known: dict[tuple[LeafSpec, ...], int]) -> int:
@@ -200,7 +217,7 @@ class Session:
         self._check_open("average_gradients")
         leaves, treedef, _ = describe_leaves(params)
         key = tuple(leaves)
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params))
         if traced and key in known:
             return known[key]
         plan = assign_partitions(leaves, self.num_servers, self._spec.partition_bytes)
@@ -238,7 +255,10 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         self._close(error)
 
@@ -282,7 +302,8 @@ class Session:
             )
         )
         self._client.wait(
-            lambda message: isinstance(message, FlowStart) and message.flow == flow, self._spec.connect_timeout
+            lambda message: isinstance(message, FlowStart) and message.flow == flow,
+            self._spec.connect_timeout,
         )
         spec = flow_spec(flow, mode, plan)
         raise_for(self._engine.add_flow(spec))
@@ -374,7 +395,9 @@ class Session:
         if failed or not self._engine.status.ok:
             # What still waits ends now: a program of this process must not outlive its session.
             self._engine.fail(
-                _native.Status(_native.Code.CANCELLED, "the session was closed because this worker failed")
+                _native.Status(
+                    _native.Code.CANCELLED, "the session was closed because this worker failed"
+                )
             )
             self._engine.close()
             self._client.close()
@@ -387,16 +410,19 @@ class Session:
         if threading.current_thread() is not self._monitor:
             self._monitor.join()
         if failed or not self._engine.status.ok:
-            _swallow_effects()
+            _settle_programs()
         self._signals.stop()
         atexit.unregister(self._at_exit)
 
     def _await_programs(self) -> None:
         """Waits for programs that were dispatched and not awaited, so that their pushes count."""
-        try:
-            jax.effects_barrier()
-        except jax.errors.JaxRuntimeError as problem:
-            control.say_on_stderr(f"worker {self.index}: a step that nobody waited for failed: {problem}")
+        problem = _settle_programs()
+        if problem is not None:
+            # JAX tells an error of each program that waited for a failed one; ours is the first cause of all.
+            why = self._client.failure or str(problem).rpartition("jaxrdma: ")[2]
+            control.say_on_stderr(
+                f"worker {self.index}: a step that nobody waited for failed: {why}"
+            )
 
 
 def _failed_message(error: BaseException) -> control.Failed:
@@ -410,12 +436,21 @@ def _is_clean_exit(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def _swallow_effects() -> None:
-    """JAX reports failed programs once more at exit; they have been told already."""
+def _settle_programs() -> Exception | None:
+    """Waits for every program of this thread; returns the error of one that failed, which JAX then forgets.
+
+    Otherwise it would be reported by JAX at exit, twice, although the user has been told.
+    """
     try:
         jax.effects_barrier()
-    except Exception:  # whatever it is, it was raised to the user before
-        return
+    except Exception as problem:  # JaxRuntimeError, or a group of them
+        with contextlib.suppress(ImportError, AttributeError):
+            # Before 0.12 the barrier keeps what has failed, and there is no public way to drop it.
+            from jax._src import dispatch  # pyright: ignore[reportPrivateUsage]
+
+            dispatch.runtime_tokens.clear()
+        return problem
+    return None
 
 
 def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -424,7 +459,7 @@ def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 def _place(values: NDArray[Any], like: Any) -> jax.Array:
     """`values` where `like` was."""
-    if isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer):
+    if isinstance(like, jax.Array) and not isinstance(like, Tracer):
         return jax.device_put(values, like.sharding)
     return jnp.asarray(values)
 

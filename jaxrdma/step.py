@@ -37,7 +37,9 @@ _GRADIENT_DTYPES = {
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["params", "step"], meta_fields=["session", "flow"]
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "step"],
+    meta_fields=["session", "flow"],
 )
 @dataclasses.dataclass(frozen=True)
 class PSState:
@@ -56,7 +58,9 @@ class PSState:
     flow: int
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["step"], meta_fields=["session", "flow"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["step"], meta_fields=["session", "flow"]
+)
 @dataclasses.dataclass(frozen=True)
 class AverageState:
     """State of `average_gradients`: how many means were formed."""
@@ -66,7 +70,9 @@ class AverageState:
     flow: int
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["step"], meta_fields=["session", "flow"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["step"], meta_fields=["session", "flow"]
+)
 @dataclasses.dataclass(frozen=True)
 class Ticket:
     """What `push` returns and `pull` takes: gradients that are under way."""
@@ -149,7 +155,9 @@ def average_gradients(session: "Session") -> "optax.GradientTransformation":
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AverageState]:
         del params
         flow = _flow(state.session, state.flow, "average_gradients")
-        step, results = flow.calls.exchange(state.step, (), flow.flatten("grads", updates, exact=True))
+        step, results = flow.calls.exchange(
+            state.step, (), flow.flatten("grads", updates, exact=True)
+        )
         return flow.unflatten(results), dataclasses.replace(state, step=step)
 
     # optax types states and trees as Any-like protocols that a plain function cannot spell.
@@ -169,7 +177,8 @@ class FlowCalls:
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
             raise MismatchError(
-                f"the tree of {what} is not that of the parameters given to init: expected {self.treedef}, got {treedef}"
+                f"the tree of {what} is not that of the parameters given to init: "
+                f"expected {self.treedef}, got {treedef}"
             )
         for spec, leaf in zip(self.leaves, leaves, strict=True):
             aval = jax.typeof(leaf)
@@ -194,7 +203,13 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
     specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     step_spec = jax.ShapeDtypeStruct((), np.int32)
 
-    def call(kind: int, first_source: int, results: Sequence[Any], aliases: dict[int, int], operands: Sequence[Any]):
+    def call(
+        kind: int,
+        first_source: int,
+        results: Sequence[Any],
+        aliases: dict[int, int],
+        operands: Sequence[Any],
+    ) -> Any:
         run = jax.ffi.ffi_call(TARGET, results, has_side_effect=True, input_output_aliases=aliases)
         return run(
             *operands,
@@ -205,7 +220,9 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
             leaves=np.int64(len(specs)),
         )
 
-    def exchange(step: Any, params: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    def exchange(
+        step: Any, params: tuple[Any, ...], grads: tuple[Any, ...]
+    ) -> tuple[Any, list[Any]]:
         operands = (step, *params, *grads)
         # typeof, not the flow's own spec: inside shard_map a result must carry the operand's varying axes.
         like = grads if average else params
@@ -240,7 +257,8 @@ def _guard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         "vmap, e.g. after the mean over the mapped axis"
     )
     differentiated = (
-        f"jaxrdma.{name} cannot be differentiated: take the gradient of the loss first, then hand it to {name}"
+        f"jaxrdma.{name} cannot be differentiated: take the gradient of the loss first, "
+        f"then hand it to {name}"
     )
 
     batchable = jax.custom_batching.custom_vmap(function)
@@ -279,5 +297,7 @@ def _flow(session: int, flow: int, what: str) -> FlowCalls:
             "another process without jaxrdma.connect and init"
         )
     if flow not in flows:
-        raise StepError(f"{what} of model {flow}, which was not initialised in this session: call session.init first")
+        raise StepError(
+            f"{what} of model {flow}, which was not initialised in this session: call session.init first"
+        )
     return flows[flow]

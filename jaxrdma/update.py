@@ -357,7 +357,7 @@ def _export_server(analysis: Analysis, plan: Plan, server: int) -> bytes:
         return b""
     flat = analysis.kind is UpdateKind.ELEMENTWISE
     firsts = {pack.leaves[0]: index for index, pack in enumerate(packs)}
-    lengths = {leaf: sum(packs[index].elements) for leaf, index in firsts.items()} if flat else None
+    shapes = {leaf: tuple(packs[index].shape) for leaf, index in firsts.items()} if flat else None
     # The state this server keeps: what belongs to the first leaf of a pack, and what belongs to no leaf.
     kept = [
         position
@@ -367,7 +367,6 @@ def _export_server(analysis: Analysis, plan: Plan, server: int) -> bytes:
     init, step = analysis.init, analysis.step
     count, states = len(analysis.leaves), len(analysis.state_classes)
     new = [states + leaf for leaf in firsts]
-    dtypes = [pack.dtype for pack in packs]
     empty = [leaf for leaf in analysis.leaves if analysis.kind is UpdateKind.GLOBAL]
 
     def spread(arrays: Sequence[Any], whole: int) -> list[Any]:
@@ -387,32 +386,29 @@ def _export_server(analysis: Analysis, plan: Plan, server: int) -> bytes:
                 classified.outputs[position],
                 analysis.state_classes[position],
                 program.values[program.outputs[position]].aval.shape,
-                lengths,
+                shapes,
             )
             for result, position in zip(results, kept, strict=True)
         ]
 
     def run_init(params: list[Any]) -> list[Any]:
-        return as_kept(evaluate(init, spread(params, count), kept, lengths)[0], init)
+        return as_kept(evaluate(init, spread(params, count), kept, shapes)[0], init)
 
     def run_step(
         grads: list[Any], state: list[Any], params: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        grads = [grad.astype(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
-        grads = jax.lax.optimization_barrier(grads)
         whole_state: list[Any] = [None] * states
         for position, array in zip(kept, state, strict=True):
             whole_state[position] = array
         inputs = [*spread(grads, count), *whole_state, *spread(params, count)]
-        results, witnesses = evaluate(step, inputs, [*kept, *new], lengths)
+        results, witnesses = evaluate(step, inputs, [*kept, *new], shapes)
         return as_kept(results[: len(kept)], step), results[len(kept) :], witnesses
 
     params = [jax.ShapeDtypeStruct(pack.shape, pack.dtype) for pack in packs]
-    grads = [jax.ShapeDtypeStruct(pack.shape, _accumulator(pack.dtype)) for pack in packs]
     try:
         init_export = jax.export.export(jax.jit(run_init), platforms=["cpu"])(params)
         state = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_export.out_avals]
-        step_export = jax.export.export(jax.jit(run_step), platforms=["cpu"])(grads, state, params)
+        step_export = jax.export.export(jax.jit(run_step), platforms=["cpu"])(params, state, params)
         program = Program(
             jax_version=jax.__version__,
             x64=analysis.x64,
@@ -447,7 +443,8 @@ def _packs(analysis: Analysis, plan: Plan, server: int) -> list[Pack]:
         elements = plan.server_elements(server, index)
         if elements == 0:
             continue
-        flat = analysis.kind is UpdateKind.ELEMENTWISE
+        # A leaf of one element stays what it is: XLA treats a scalar unlike an array, up to the last bit.
+        flat = analysis.kind is UpdateKind.ELEMENTWISE and math.prod(leaf.shape) > 1
         if flat and elements <= PACK_ELEMENTS:
             at = alike.setdefault(analysis.treatments[index], len(packs))
             if at < len(packs):
@@ -514,13 +511,31 @@ class ServerUpdate:
             with jax.enable_x64(program.x64), jax.default_device(self._device):
                 shapes = [tuple(pack.shape) for pack in program.packs]
                 params = _avals(shapes, self._dtypes)
-                grads = _avals(shapes, self._grad_dtypes)
                 state = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in program.state]
                 init = jax.export.deserialize(bytearray(program.init))
                 step = jax.export.deserialize(bytearray(program.step))
                 self._init = jax.jit(init.call).lower(params).compile(options)
                 donating = jax.jit(step.call, donate_argnums=1)
-                self._step = donating.lower(grads, state, params).compile(options)
+                self._step = donating.lower(params, state, params).compile(options)
+                # Gradients are rounded to 16 bits by a program of their own: inside the step, XLA would
+                # skip it, or choose other places to fuse a product and a sum.
+                self._narrow = [
+                    index
+                    for index, (wide, narrow) in enumerate(
+                        zip(self._grad_dtypes, self._dtypes, strict=True)
+                    )
+                    if wide != narrow
+                ]
+                self._round = (
+                    jax.jit(
+                        lambda arrays: [
+                            array.astype(self._dtypes[index])
+                            for index, array in zip(self._narrow, arrays, strict=True)
+                        ]
+                    )
+                    .lower([_avals(shapes, self._grad_dtypes)[index] for index in self._narrow])
+                    .compile()
+                )
         except Exception as error:
             raise UpdateError(
                 f"the update was exported with jax {program.jax_version} and cannot run with jax "
@@ -557,8 +572,14 @@ class ServerUpdate:
         param_inputs = self._gather(params, self._dtypes, self._params)
         state, self._state = self._state, None
         with jax.enable_x64(self._program.x64), jax.default_device(self._device):
-            arguments = self._put(grad_inputs), state, self._put(param_inputs)
-            new_state, new_params, _ = jax.block_until_ready(self._step(*arguments))
+            rounded = self._put(grad_inputs)
+            if self._narrow:
+                narrow = self._round([rounded[index] for index in self._narrow])
+                for index, array in zip(self._narrow, narrow, strict=True):
+                    rounded[index] = array
+            new_state, new_params, _ = jax.block_until_ready(
+                self._step(rounded, state, self._put(param_inputs))
+            )
         self._state = list(new_state)
         for pack, array, dtype in zip(self._program.packs, new_params, self._dtypes, strict=True):
             result, begin = np.asarray(array).reshape(-1), 0

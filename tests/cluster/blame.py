@@ -41,5 +41,9 @@ def error_of(job: Job, name: str) -> str:
     if name.startswith("worker"):
         raised = _LAST_LINE.findall(output)
         return raised[-1] if "Traceback (most recent call last)" in output and raised else ""
-    lines = [line for line in output.splitlines() if "the job failed: " in line or re.search(r"server \d: ", line)]
+    lines = [
+        line
+        for line in output.splitlines()
+        if "the job failed: " in line or re.search(r"server \d: ", line)
+    ]
     return lines[0] if lines else ""

@@ -51,7 +51,15 @@ class Job:
         try:
             self._spawn(
                 "coordinator",
-                ["-m", "jaxrdma", "coordinator", "--listen", f"127.0.0.1:{port}", "--report-fd", str(writing)],
+                [
+                    "-m",
+                    "jaxrdma",
+                    "coordinator",
+                    "--listen",
+                    f"127.0.0.1:{port}",
+                    "--report-fd",
+                    str(writing),
+                ],
                 self._environment(None),
                 pass_fds=(writing,),
             )
@@ -74,7 +82,9 @@ class Job:
             self._environment(("server", index)) | {"JAX_PLATFORMS": "cpu"},
         )
 
-    def start_worker(self, index: int, script: str | Path, *args: Any, name: str = "", **env: str) -> None:
+    def start_worker(
+        self, index: int, script: str | Path, *args: Any, name: str = "", **env: str
+    ) -> None:
         """`name`: how the process is called here, if not "worker INDEX"."""
         path = script if isinstance(script, Path) else SCRIPTS / script
         environment = self._environment(("worker", index)) | {"PJRT_NPROC": "8"} | env
@@ -92,7 +102,10 @@ class Job:
 
     def outputs(self) -> str:
         """Everything printed so far, for the report of a failed test."""
-        return "\n".join(f"--- {name} ({p.returncode})\n{self.output(name)}" for name, p in self.processes.items())
+        return "\n".join(
+            f"--- {name} ({p.returncode})\n{self.output(name)}"
+            for name, p in self.processes.items()
+        )
 
     def wait(self, timeout: float = 60, names: list[str] | None = None) -> dict[str, int]:
         """Exit codes, once everybody named (default: all) has ended; fails the test if somebody has not in time."""
@@ -130,11 +143,19 @@ class Job:
             "PYTHONUNBUFFERED": "1",
         } | self._settings
         if who is not None:
-            environment |= {"JAXRDMA_COORDINATOR": self._address, "JAXRDMA_ROLE": who[0], "JAXRDMA_INDEX": str(who[1])}
+            environment |= {
+                "JAXRDMA_COORDINATOR": self._address,
+                "JAXRDMA_ROLE": who[0],
+                "JAXRDMA_INDEX": str(who[1]),
+            }
         return environment
 
     def _spawn(
-        self, name: str, command: list[str], environment: dict[str, str], pass_fds: tuple[int, ...] = ()
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        pass_fds: tuple[int, ...] = (),
     ) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(

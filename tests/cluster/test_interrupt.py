@@ -23,32 +23,43 @@ def check_is_quiet(output: str) -> None:
     """One traceback, that of KeyboardInterrupt, which is the last word, and nothing else but steps and progress."""
     assert output.count("Traceback (most recent call last)") == 1, output
     before, _, traceback = output.partition("Traceback (most recent call last)")
-    strange = [line for line in before.splitlines() if not re.match(r"step \d+$|sleeping$|jaxrdma: (model|have|waiting)", line)]
+    strange = [
+        line
+        for line in before.splitlines()
+        if not re.match(r"step \d+$|sleeping$|jaxrdma: (model|have|waiting)", line)
+    ]
     assert not strange, output
     assert traceback.rstrip().endswith("\nKeyboardInterrupt"), output
     assert "Error" not in traceback, output
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("blocked", ["in-a-step", "computing"])
-def test_a_worker_ends_by_keyboard_interrupt(make_job: Callable[..., Job], blocked: str) -> None:
+@pytest.mark.parametrize(
+    ("blocked", "size"),
+    [("in-a-step", 64), ("in-a-step", 256), ("computing", 64)],
+    ids=["in-a-call", "in-a-wait", "computing"],
+)
+def test_a_worker_ends_by_keyboard_interrupt(
+    make_job: Callable[..., Job], blocked: str, size: int
+) -> None:
     # Worker 1 sleeps before step 5; worker 0 waits for it in that step.
-    job = make_job(1, 2).start("steps.py", 1000000, "1:5:sleep")
+    job = make_job(1, 2).start("steps.py", size, "1:5:sleep")
     job.wait_for_output("worker 1", "sleeping")
     job.wait_for_output("worker 0", "step 5\n")
     victim, other = ("worker 0", "worker 1") if blocked == "in-a-step" else ("worker 1", "worker 0")
     if blocked == "in-a-step":
         # The line is printed before the step begins.
         time.sleep(0.5)
-    begin = time.monotonic()
     job.kill(victim, signal.SIGINT)
+    job.wait_for_output(victim, "\nKeyboardInterrupt\n", SECONDS)
+    # An interpreter full of JAX takes a second or two to end by itself on a busy machine.
     code = job.wait(SECONDS, [victim])[victim]
     # By the signal, as a shell expects of a program that was interrupted.
     assert code == -signal.SIGINT, job.outputs()
     check_is_quiet(job.output(victim))
     # Whoever waits for others is told. Who sleeps in code of its own cannot be.
     waiting = ["server 0"] + ([other] if other == "worker 0" else [])
-    job.wait(SECONDS - (time.monotonic() - begin), waiting)
+    job.wait(SECONDS, waiting)
     for name in [*waiting, "coordinator"]:
         assert re.search(f"{victim} .*was: interrupted", job.output(name)), job.outputs()
 
@@ -59,8 +70,10 @@ def test_a_worker_ends_by_keyboard_interrupt(make_job: Callable[..., Job], block
 def test_interrupting_the_launcher_ends_everything(
     no_leftovers: None, terminal: bool, deeds: list[str]
 ) -> None:
-    with _launched(deeds, terminal) as job:
-        job.read_until(r"^worker 0 +\| step 5", r"^worker 1 +\| " + ("sleeping" if deeds else "step 5"))
+    with _launched(64 if terminal else 256, deeds, terminal) as job:
+        job.read_until(
+            r"^worker 0 +\| step 5", r"^worker 1 +\| " + ("sleeping" if deeds else "step 5")
+        )
         job.interrupt()
         job.check_is_gone(SECONDS)
     output = job.output()
@@ -72,18 +85,21 @@ def test_interrupting_the_launcher_ends_everything(
 
 @pytest.mark.timeout(100)
 def test_interrupting_a_worker_that_waits_for_a_sleeper_ends_everything(no_leftovers: None) -> None:
-    with _launched(["1:5:sleep"], False) as job:
+    with _launched(256, ["1:5:sleep"], False) as job:
         job.read_until(r"^worker 0 +\| step 5", r"^worker 1 +\| sleeping")
         (worker,) = [
             process
             for process in marked_processes(os.environ[MARK])
-            if process.environ().get("JAXRDMA_ROLE") == "worker" and process.environ()["JAXRDMA_INDEX"] == "0"
+            if process.environ().get("JAXRDMA_ROLE") == "worker"
+            and process.environ()["JAXRDMA_INDEX"] == "0"
         ]
         worker.send_signal(signal.SIGINT)
         job.check_is_gone(SECONDS)
     output = job.output()
     assert job.process.returncode == 128 + signal.SIGINT, output
-    assert re.search("jaxrdma: worker 0 failed first: .*worker 0 .*was: interrupted", output), output
+    assert re.search("jaxrdma: worker 0 failed first: .*worker 0 .*was: interrupted", output), (
+        output
+    )
     check_is_quiet(job.output("worker 0"))
 
 
@@ -146,6 +162,16 @@ class _Launched:
         return bool(data)
 
 
-def _launched(deeds: list[str], terminal: bool) -> "contextlib.closing[_Launched]":
-    command = ["-m", "jaxrdma", "launch", "--servers", "2", "--workers", "2", str(SCRIPTS / "steps.py"), "1000000"]
+def _launched(size: int, deeds: list[str], terminal: bool) -> "contextlib.closing[_Launched]":
+    command = [
+        "-m",
+        "jaxrdma",
+        "launch",
+        "--servers",
+        "2",
+        "--workers",
+        "2",
+        str(SCRIPTS / "steps.py"),
+        "1000000",
+    ]
     return contextlib.closing(_Launched([sys.executable, *command, *deeds], terminal))

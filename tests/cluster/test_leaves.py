@@ -6,7 +6,9 @@ import pytest
 
 from tests.cluster.job import Job
 
-BIG_BYTES = 24 << 20  # many partitions and more than the landing slots; the full form trains 512 MiB
+BIG_BYTES = (
+    24 << 20
+)  # many partitions and more than the landing slots; the full form trains 512 MiB
 
 
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])

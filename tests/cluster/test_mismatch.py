@@ -12,10 +12,31 @@ from tests.cluster.job import Job
 @pytest.mark.parametrize(
     ("what", "versions"),
     [
-        ("shape", (r"worker 0 has params\['w'\] float32\[4,3\]", r"worker 1 has params\['w'\] float32\[4,5\]")),
-        ("dtype", (r"worker 0 has params\['b'\] float32\[3\]", r"worker 1 has params\['b'\] bfloat16\[3\]")),
-        ("order", (r"params\['w'\] float32\[4,3\] for worker 0", r"params\['b'\] float32\[3\] for worker 1")),
-        ("more", (r"worker 0 has no params\['extra'\]", r"worker 1 has params\['extra'\] float32\[7\]")),
+        (
+            "shape",
+            (
+                r"worker 0 has params\['w'\] float32\[4,3\]",
+                r"worker 1 has params\['w'\] float32\[4,5\]",
+            ),
+        ),
+        (
+            "dtype",
+            (
+                r"worker 0 has params\['b'\] float32\[3\]",
+                r"worker 1 has params\['b'\] bfloat16\[3\]",
+            ),
+        ),
+        (
+            "order",
+            (
+                r"params\['w'\] float32\[4,3\] for worker 0",
+                r"params\['b'\] float32\[3\] for worker 1",
+            ),
+        ),
+        (
+            "more",
+            (r"worker 0 has no params\['extra'\]", r"worker 1 has params\['extra'\] float32\[7\]"),
+        ),
     ],
     ids=["shape", "dtype", "order", "one-more"],
 )

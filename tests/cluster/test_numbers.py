@@ -34,8 +34,13 @@ def test_parameters_equal_a_single_process_run(
     job = make_job(servers, workers, ordered=int(ordered), partition_bytes=256)
     job.start("train.py", out, "momentum,adam", STEPS, "donate").succeed(100)
     for optimiser in ("momentum", "adam"):
-        expected = [np.asarray(x) for x in jax.tree.leaves(model.reference(optimiser, workers, STEPS))]
-        joined = [np.asarray(x) for x in jax.tree.leaves(model.joined_reference(optimiser, workers, STEPS))]
+        expected = [
+            np.asarray(x) for x in jax.tree.leaves(model.reference(optimiser, workers, STEPS))
+        ]
+        joined = [
+            np.asarray(x)
+            for x in jax.tree.leaves(model.joined_reference(optimiser, workers, STEPS))
+        ]
         for worker in range(workers):
             got = results(Path(f"{out}-{optimiser}-"), worker)
             if ordered:
@@ -46,7 +51,9 @@ def test_parameters_equal_a_single_process_run(
 
 
 @pytest.mark.parametrize("mode", ["average", "halves"])
-def test_other_ways_to_step_give_the_same_bits(make_job: Callable[..., Job], tmp_path: Path, mode: str) -> None:
+def test_other_ways_to_step_give_the_same_bits(
+    make_job: Callable[..., Job], tmp_path: Path, mode: str
+) -> None:
     out = tmp_path / "parameters"
     job = make_job(2, 3, ordered=1, partition_bytes=256)
     job.start("train.py", out, "momentum", STEPS, mode).succeed(100)

@@ -33,11 +33,15 @@ def check(out: Path, workers: int) -> None:
             assert set(got.files) == {f"{way}.{leaf}" for way in WAYS for leaf in expected}
             for way in WAYS:
                 for leaf, value in expected.items():
-                    np.testing.assert_array_equal(got[f"{way}.{leaf}"], got[f"jit.{leaf}"], err_msg=way)
+                    np.testing.assert_array_equal(
+                        got[f"{way}.{leaf}"], got[f"jit.{leaf}"], err_msg=way
+                    )
                     np.testing.assert_allclose(got[f"{way}.{leaf}"], value, rtol=2e-6, err_msg=way)
 
 
-def test_every_transformation_gives_the_same_numbers(make_job: Callable[..., Job], tmp_path: Path) -> None:
+def test_every_transformation_gives_the_same_numbers(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
     job = make_job(2, 2, partition_bytes=128).start("transforms.py", tmp_path / "out", STEPS)
     job.succeed(100)
     check(tmp_path / "out", 2)
@@ -61,7 +65,9 @@ def test_programs_run_from_the_persistent_cache_of_another_process(
         job.start_worker(0, "transforms.py", tmp_path / f"out{attempt}", STEPS, **cache)
         job.succeed(100)
         check(tmp_path / f"out{attempt}", 1)
-        entries = {path.name for path in (tmp_path / "cache").iterdir() if path.name.endswith("-cache")}
+        entries = {
+            path.name for path in (tmp_path / "cache").iterdir() if path.name.endswith("-cache")
+        }
         if attempt == 0:
             first = entries
         else:

@@ -551,6 +551,35 @@ TEST_CASE("answers wait for the fabric's credits, and none is lost") {
   }
 }
 
+TEST_CASE("a mean that is still being sent is not overwritten by the next step") {
+  ServerOptions options = options_for(2);
+  options.partition_bytes = 16 << 20;  // more than the sockets between them hold
+  options.slots_per_worker = 1;
+  auto server = make_server(options);
+  const size_t n = 4 << 20;
+  REQUIRE(server->add_flow(flow_of(FlowMode::kAverage, DType::kFloat32, 1, n)).ok());
+  Peer quick(0, options.partition_bytes, 2);
+  Peer slow(1, options.partition_bytes, 2);
+  REQUIRE(quick.connect(*server));
+  REQUIRE(slow.connect(*server));
+  slow.push(0, 0, 0, floats(n, 1.0f));
+  wait_stats(*server, [&](const ServerStats& stats) {
+    if (stats.bytes_pushed == 0) slow.pump();
+    return stats.bytes_pushed > 0;
+  });
+  quick.push(0, 0, 0, floats(n, 3.0f));
+  quick.expect(wire::Answer::kResult, 0);
+  quick.push(0, 1, 1, floats(n, 100.0f));
+  wait_stats(*server, [&](const ServerStats& stats) {
+    quick.pump();
+    return stats.bytes_pushed == 3 * n * sizeof(float);
+  });
+  CHECK(quick.free_slots.empty());  // it waits for the slow one to have read the mean
+  slow.expect(wire::Answer::kResult, 0);
+  CHECK(slow.result_as<float>(0, n) == floats(n, 2.0f));
+  quick.wait([&] { return !quick.free_slots.empty(); });
+}
+
 TEST_CASE(
     "a partition pushed twice in a step is counted and summed once, and the later address is "
     "answered") {

@@ -27,7 +27,7 @@ def params_like(dtype: str = "float32") -> dict[str, Any]:
     }
 
 
-def gradients(params: Any, dtype: str | None = None) -> list[Any]:
+def gradients(params: Any) -> list[Any]:
     """For each step, in the type in which they are summed."""
     rng = np.random.default_rng(1)
     return [
@@ -134,25 +134,24 @@ def analyse(transformation: Any, params: Any = None) -> update.Analysis:
     return update.analyse(transformation, treedef, specs)
 
 
-@pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_pieces_on_servers_give_the_bits_of_one_process(name, servers):
+def test_pieces_on_servers_give_the_bits_of_one_process(name):
     params = params_like()
     assert analyse(ELEMENTWISE[name]).kind == "elementwise"
     grads = gradients(params)
     expected = one_process(ELEMENTWISE[name], params, grads)
-    assert_same_bits(on_servers(ELEMENTWISE[name], params, grads, servers), expected)
+    assert_same_bits(on_servers(ELEMENTWISE[name], params, grads, 3), expected)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("name", LEAFWISE)
-def test_whole_leaves_on_servers_give_the_bits_of_one_process(name, servers):
-    params = params_like()
-    analysis = analyse(LEAFWISE[name])
+def test_whole_leaves_on_servers_give_the_bits_of_one_process(name):
+    few = "bs" if name == "noise" else "kwbsz"  # random numbers take XLA long to compile
+    params = {leaf: value for leaf, value in params_like().items() if leaf in few}
+    analysis = analyse(LEAFWISE[name], params)
     assert (analysis.kind, analysis.whole_leaves) == ("leafwise", True)
     grads = gradients(params)
     expected = one_process(LEAFWISE[name], params, grads)
-    assert_same_bits(on_servers(LEAFWISE[name], params, grads, servers), expected)
+    assert_same_bits(on_servers(LEAFWISE[name], params, grads, 2), expected)
 
 
 @pytest.mark.parametrize("name", GLOBAL)
@@ -180,7 +179,7 @@ def test_gradients_of_16_bit_leaves_are_rounded_once_after_their_mean(name, dtyp
 
 
 def test_leaves_of_several_types_are_updated_together():
-    params = params_like() | {"h": params_like("bfloat16")["w"]}
+    params = {"h": params_like("bfloat16")["w"], "w": params_like()["w"]}
     grads = gradients(params)
     expected = one_process(ELEMENTWISE["adam"], params, grads)
     assert_same_bits(on_servers(ELEMENTWISE["adam"], params, grads, 2), expected)
@@ -189,7 +188,7 @@ def test_leaves_of_several_types_are_updated_together():
 @pytest.mark.parametrize("transformation", [ELEMENTWISE["masked adamw"], LEAFWISE["lamb"]])
 def test_float64_leaves_are_updated_in_float64(transformation):
     with jax.enable_x64(True):
-        params = params_like("float64")
+        params = {name: leaf for name, leaf in params_like("float64").items() if name in "bws"}
         grads = gradients(params)
         expected = one_process(transformation, params, grads)
         specs, treedef, _ = plan.describe_leaves(params)
@@ -222,7 +221,7 @@ def each(function: Any) -> optax.GradientTransformation:
         ("elementwise", each(lambda g, p: g.reshape(-1).reshape(p.shape) * 2)),
         ("elementwise", each(lambda g, p: jnp.where(p > 0, g, jnp.full_like(g, 0.5)))),
         ("elementwise", each(jax.jit(lambda g, p: jax.nn.relu(g) + jax.checkpoint(jnp.sin)(p)))),
-        ("elementwise", each(lambda g, p: g + 0 * p.sum() if p.ndim > 5 else g)),
+        ("elementwise", each(lambda g, p: g + p.sum() if p.ndim > 4 else g)),
         ("leafwise", each(lambda g, p: jnp.flip(g.reshape(-1)).reshape(p.shape))),
         ("leafwise", each(lambda g, p: g + p.sum())),
         ("leafwise", each(lambda g, p: g * jnp.arange(p.size).reshape(p.shape))),
@@ -274,14 +273,15 @@ def test_a_single_leaf_gives_the_bits_of_one_process():
 def test_small_leaves_that_are_treated_alike_are_packed():
     params = {"big": jnp.zeros((300, 300)), "halves": [jnp.zeros(7, "bfloat16")] * 2}
     params |= {f"small {i}": jnp.zeros((i + 1, 5)) for i in range(50)}
-    params |= {f"bias {i}": jnp.zeros(i + 1) for i in range(50)}
+    params |= {f"bias {i}": jnp.zeros(i + 2) for i in range(50)}
     specs, treedef, _ = plan.describe_leaves(params)
     analysis = update.analyse(ELEMENTWISE["masked adamw"], treedef, specs)
     made = plan.assign_partitions(specs, 1, 1 << 20)
-    program = update.ServerUpdate(update.export_update(analysis, made).programs[0])._program
+    blob = update.export_update(analysis, made).programs[0]
+    program = update.ServerUpdate(blob)._program
     assert program is not None
     assert sorted(len(pack.leaves) for pack in program.packs) == [1, 2, 50, 50]
-    assert len(update.export_update(analysis, made).programs[0]) < 50_000
+    assert len(blob) < 50_000
 
 
 def test_an_empty_server_has_an_empty_program():

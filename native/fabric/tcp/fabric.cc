@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <iterator>
 #include <utility>
 
 namespace jaxrdma::fabric {
@@ -147,16 +148,16 @@ void TcpFabric::deadline_changed(int64_t deadline_ns) {
 bool TcpFabric::poll(std::vector<Event>& events) {
   const size_t before = events.size();
   bool moved = false;
-  bool deliver_only = false;
+  // Events that came about outside of `poll` are mostly writes that the socket took at once. Asking
+  // the kernel can then wait for the next call, but not for ever: an owner may answer each event
+  // with another such write.
+  const bool deliver_only = have_later_ && !delivered_only_;
+  delivered_only_ = deliver_only;
   if (have_later_) {
     have_later_ = false;
     std::move(later_.begin(), later_.end(), std::back_inserter(events));
     later_.clear();
-    // The usual case after a write that the socket took at once. Asking the kernel can wait for the
-    // next call, but not for ever: an owner may answer each event with another such write.
-    deliver_only = std::exchange(delivered_only_, true) == false;
   }
-  if (!deliver_only) delivered_only_ = false;
   polling_ = &events;
 
   {

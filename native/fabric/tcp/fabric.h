@@ -82,8 +82,7 @@ class TcpFabric final : public Fabric {
   std::vector<EndpointId> retired_;
   std::vector<Event>* polling_ = nullptr;  ///< where events go during `poll`
   std::vector<Event> later_;               ///< events that came about outside of `poll`
-
-  bool delivered_only_ = false;  ///< the last `poll` did not ask the kernel
+  bool delivered_only_ = false;            ///< the last `poll` did not ask the kernel
 
   // How `wait` and those who give it a reason to return find each other: whoever makes a reason
   // stores it first and then looks at sleeping_; `wait` stores sleeping_ first and then looks at

@@ -1,7 +1,7 @@
 """A worker that ends in a way of its own. Usage: ending.py STEPS WAY; the session is never closed, but for "twice".
 
-Ways: jit (steps of a compiled loop, nobody awaits them), scan, eager, twice (closed twice, and used after), dead
-(worker 1 kills itself after STEPS steps, worker 0 ends with a step in flight that can never be answered).
+Ways: jit (compiled steps, nobody awaits them), scan, eager, twice (closed twice, and used after), dead (worker 1 kills
+itself after STEPS steps, worker 0 ends with steps in flight that can never be answered).
 """
 
 import os
@@ -16,11 +16,18 @@ import jaxrdma
 
 steps, way = int(sys.argv[1]), sys.argv[2]
 session = jaxrdma.connect()
-state = session.init({"w": jnp.ones((64, 8)), "b": jnp.zeros(8)}, update=optax.sgd(0.1))
-step = jax.jit(lambda state: jaxrdma.ps_step(state, state.params))
+state = session.init({"w": jnp.ones((256, 256)), "b": jnp.zeros(8)}, update=optax.sgd(0.1))
+
+
+@jax.jit
+def step(state: jaxrdma.PSState) -> jaxrdma.PSState:
+    """Enough work for JAX to return from the call at once: small programs it runs in the calling thread."""
+    w = state.params["w"]
+    return jaxrdma.ps_step(state, {"w": jnp.sin(w @ w @ w), "b": state.params["b"]})
+
 
 if way == "scan":
-    state = jax.jit(lambda s: jax.lax.scan(lambda c, _: (step(c), None), s, None, length=steps)[0])(state)
+    jax.jit(lambda s: jax.lax.scan(lambda c, _: (step(c), None), s, None, length=steps)[0])(state)
 elif way == "twice":
     for _ in range(steps):
         state = step(state)
@@ -29,17 +36,22 @@ elif way == "twice":
     session.leave()
     assert session.stats().steps == steps, session.stats()
     try:
-        step(state)
+        jax.block_until_ready(step(state))
     except (jaxrdma.CancelledError, jax.errors.JaxRuntimeError) as error:
         print(f"refused: {error}", flush=True)
+elif way == "dead":
+    for _ in range(steps):
+        state = step(state)
+    jax.block_until_ready(state)
+    print("about to end", flush=True)
+    if session.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(steps):
+        state = step(state)
+    print("at the end", flush=True)
 else:
-    one = jaxrdma.ps_step if way == "eager" else None
+    one = step if way == "jit" else lambda state: jaxrdma.ps_step(state, state.params)
     for _ in range(steps - 1):
-        state = step(state) if one is None else one(state, state.params)
-    if way == "dead":
-        jax.block_until_ready(state)
-        print("about to end", flush=True)
-        if session.index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        state = one(state)
     # The last line of the program: a step that nobody waits for.
-    step(state) if one is None else one(state, state.params)
+    one(state)

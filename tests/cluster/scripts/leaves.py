@@ -51,14 +51,18 @@ def check(session: jaxrdma.Session, name: str, params: Any, grad_dtype: str = ""
     for step in range(STEPS):
         mine = values(state.params, session.index, step)
         grads = jax.tree.map(lambda g, p: jnp.asarray(g, grad_dtype or p.dtype), mine, state.params)
-        everybody = [jax.tree.leaves(values(state.params, w, step)) for w in range(session.num_workers)]
+        everybody = [
+            jax.tree.leaves(values(state.params, w, step)) for w in range(session.num_workers)
+        ]
         state = step_function(state, grads)
         for i, leaf in enumerate(jax.tree.leaves(state.params)):
             mean = sum(one[i] for one in everybody) / session.num_workers
             # The mean and the update round to the parameter's type once each.
             mean = np.asarray(jnp.asarray(mean, leaf.dtype), np.float64)
             expected[i] = np.asarray(jnp.asarray(expected[i] - RATE * mean, leaf.dtype), np.float64)
-            np.testing.assert_array_equal(np.asarray(leaf, np.float64), expected[i], err_msg=f"{name}, leaf {i}")
+            np.testing.assert_array_equal(
+                np.asarray(leaf, np.float64), expected[i], err_msg=f"{name}, leaf {i}"
+            )
     print(f"ok: {name}", flush=True)
 
 
@@ -120,16 +124,36 @@ def main() -> None:
         weights = {"w": jnp.ones((40,))}
         check(session, "bfloat16 gradients of float32", weights, "bfloat16")
         check(session, "float16 gradients of float32", weights, "float16")
-        check(session, "float32 gradients of bfloat16", {"w": jnp.ones((40,), jnp.bfloat16)}, "float32")
+        check(
+            session,
+            "float32 gradients of bfloat16",
+            {"w": jnp.ones((40,), jnp.bfloat16)},
+            "float32",
+        )
 
         good = jnp.ones((3,))
-        refused(session, "integer", {"good": good, "count": jnp.zeros((), jnp.int32)}, "['count']", "int32")
+        refused(
+            session,
+            "integer",
+            {"good": good, "count": jnp.zeros((), jnp.int32)},
+            "['count']",
+            "int32",
+        )
         refused(session, "bool", {"good": good, "mask": jnp.ones((2,), bool)}, "['mask']", "bool")
         refused(session, "complex", [good, jnp.ones((2,), jnp.complex64)], "[1]", "complex64")
-        refused(session, "function", {"act": jax.nn.relu, "good": good}, "['act']", "cannot be averaged")
+        refused(
+            session, "function", {"act": jax.nn.relu, "good": good}, "['act']", "cannot be averaged"
+        )
         refused(session, "key", {"key": jax.random.key(0)}, "['key']", "PRNG")
         if not jax.config.jax_enable_x64:
-            refused(session, "float64, x64 off", {"w": np.ones((2,), np.float64)}, "['w']", "float64", "x64")
+            refused(
+                session,
+                "float64, x64 off",
+                {"w": np.ones((2,), np.float64)},
+                "['w']",
+                "float64",
+                "x64",
+            )
 
         state = session.init(weights, update=optax.sgd(RATE))
         wrong: dict[str, Any] = {

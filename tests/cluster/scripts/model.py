@@ -20,8 +20,14 @@ def parameters() -> dict[str, Any]:
     """Two layers, whose leaves differ in size so that servers get uneven shares."""
     rng = np.random.default_rng(7)
     return {
-        "hidden": {"w": jnp.asarray(rng.normal(size=(12, 33)) / 4, jnp.float32), "b": jnp.zeros((33,), jnp.float32)},
-        "out": {"w": jnp.asarray(rng.normal(size=(33, 3)) / 6, jnp.float32), "b": jnp.zeros((3,), jnp.float32)},
+        "hidden": {
+            "w": jnp.asarray(rng.normal(size=(12, 33)) / 4, jnp.float32),
+            "b": jnp.zeros((33,), jnp.float32),
+        },
+        "out": {
+            "w": jnp.asarray(rng.normal(size=(33, 3)) / 6, jnp.float32),
+            "b": jnp.zeros((3,), jnp.float32),
+        },
         "scale": jnp.ones((), jnp.float32),
     }
 
@@ -30,7 +36,9 @@ def batch(worker: int, step: Any) -> tuple[Any, Any]:
     """Inputs [16, 12] and targets [16, 3] of one worker at one step; different for each."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), worker), step)
     inputs = jax.random.normal(key, (16, 12), jnp.float32)
-    targets = jnp.stack([inputs[:, 0] * inputs[:, 1], jnp.sin(inputs[:, 2]), inputs[:, 3:6].sum(1)], axis=1)
+    targets = jnp.stack(
+        [inputs[:, 0] * inputs[:, 1], jnp.sin(inputs[:, 2]), inputs[:, 3:6].sum(1)], axis=1
+    )
     return inputs, targets
 
 
@@ -63,8 +71,13 @@ def reference(optimiser: str, workers: int, steps: int) -> Any:
     for step in range(steps):
         total = [np.asarray(g) for g in jax.tree.leaves(gradient(params, 0, step))]
         for worker in range(1, workers):
-            total = [t + np.asarray(g) for t, g in zip(total, jax.tree.leaves(gradient(params, worker, step)), strict=True)]
-        mean = jax.tree.unflatten(jax.tree.structure(params), [t / np.float32(workers) for t in total])
+            total = [
+                t + np.asarray(g)
+                for t, g in zip(total, jax.tree.leaves(gradient(params, worker, step)), strict=True)
+            ]
+        mean = jax.tree.unflatten(
+            jax.tree.structure(params), [t / np.float32(workers) for t in total]
+        )
         params, state = apply(params, state, mean)
     return params
 

@@ -1,8 +1,10 @@
-"""A worker that steps a small model, prints every step, and does at one step what it is told.
+"""A worker that steps a model, prints every step, and does at one step what it is told.
 
-Usage: steps.py STEPS [INDEX:STEP:DEED]... Deeds: raise, exit, exit-inside (a with block), leave, sleep; done before the step.
+Usage: steps.py SIZE [INDEX:STEP:DEED]... JAX runs programs of a small SIZE in the calling thread, and returns at once
+from those of a large one, such as 256. Deeds: raise, exit, exit-inside (a with block), leave, sleep; done before the step.
 """
 
+import itertools
 import sys
 import time
 
@@ -14,13 +16,18 @@ import jaxrdma
 
 
 def main() -> None:
-    """Step, until the end or the deed."""
-    steps = int(sys.argv[1])
+    """Step, until the deed or the end of somebody else."""
+    size = int(sys.argv[1])
     deeds = {tuple(map(int, d.split(":")[:2])): d.split(":")[2] for d in sys.argv[2:]}
     session = jaxrdma.connect()
-    state = session.init({"w": jnp.ones((64, 8)), "b": jnp.zeros(8)}, update=optax.sgd(0.1))
-    ps_step = jax.jit(lambda state: jaxrdma.ps_step(state, state.params))
-    for number in range(steps):
+    state = session.init({"w": jnp.ones((size, size)), "b": jnp.zeros(8)}, update=optax.sgd(0.1))
+
+    @jax.jit
+    def step(state: jaxrdma.PSState) -> jaxrdma.PSState:
+        w = state.params["w"]
+        return jaxrdma.ps_step(state, {"w": jnp.sin(w @ w @ w), "b": state.params["b"]})
+
+    for number in itertools.count():
         deed = deeds.get((session.index, number))
         if deed == "raise":
             raise ValueError("the loss is not a number")
@@ -35,7 +42,7 @@ def main() -> None:
             print("sleeping", flush=True)
             time.sleep(600)
         print(f"step {number}", flush=True)
-        state = jax.block_until_ready(ps_step(state))
+        state = jax.block_until_ready(step(state))
     session.leave()
     print("left", flush=True)
 

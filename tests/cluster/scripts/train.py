@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 sys.path.insert(0, str(Path(__file__).parent))
-import model  # noqa: E402
+import model
 
-import jaxrdma  # noqa: E402
+import jaxrdma
 
 
 def train(session: jaxrdma.Session, optimiser: str, steps: int, mode: str) -> Any:
@@ -48,7 +48,12 @@ def train(session: jaxrdma.Session, optimiser: str, steps: int, mode: str) -> An
 
 def main() -> None:
     """Train one model per optimiser, one after the other, in one session."""
-    out, optimisers, steps, mode = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), sys.argv[4]
+    out, optimisers, steps, mode = (
+        sys.argv[1],
+        sys.argv[2].split(","),
+        int(sys.argv[3]),
+        sys.argv[4],
+    )
     with jaxrdma.connect() as session:
         for optimiser in optimisers:
             params = train(session, optimiser, steps, mode)

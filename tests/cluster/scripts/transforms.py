@@ -20,7 +20,9 @@ LEAVES = {"a": (5, 7), "b": (3,), "c": ()}
 def start() -> dict[str, Any]:
     """Parameters, different for each element."""
     rng = np.random.default_rng(11)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in LEAVES.items()}
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in LEAVES.items()
+    }
 
 
 def target(index: int, step: Any) -> Any:
@@ -31,7 +33,10 @@ def target(index: int, step: Any) -> Any:
 def loss(params: Any, index: int, step: Any) -> Any:
     """Half the squared distance, whose gradient is one subtraction: the same bits however it is compiled."""
     wanted = target(index, step)
-    return sum(0.5 * jnp.sum((p - w) ** 2) for p, w in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True))
+    return sum(
+        0.5 * jnp.sum((p - w) ** 2)
+        for p, w in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True)
+    )
 
 
 def main() -> None:
@@ -55,8 +60,12 @@ def main() -> None:
 
         ways["eager"] = loop(step)
         ways["jit"] = loop(jax.jit(step))
-        ways["scan"] = jax.jit(lambda s: jax.lax.scan(lambda c, _: (step(c), None), s, None, length=steps)[0])(initial())
-        ways["while"] = jax.jit(lambda s: jax.lax.while_loop(lambda c: c.step < steps, step, s))(initial())
+        ways["scan"] = jax.jit(
+            lambda s: jax.lax.scan(lambda c, _: (step(c), None), s, None, length=steps)[0]
+        )(initial())
+        ways["while"] = jax.jit(lambda s: jax.lax.while_loop(lambda c: c.step < steps, step, s))(
+            initial()
+        )
 
         # Donation: the parameters stay where they are.
         donating = jax.jit(step, donate_argnums=0)
@@ -74,7 +83,8 @@ def main() -> None:
             return loss(params, index, state.step), step(state)
 
         distance.defvjp(
-            lambda p, s: (distance(p, s), p), lambda p, ct: (jax.tree.map(lambda x: ct[0] * jnp.ones_like(x), p), None)
+            lambda p, s: (distance(p, s), p),
+            lambda p, ct: (jax.tree.map(lambda x: ct[0] * jnp.ones_like(x), p), None),
         )
 
         @jax.jit
@@ -106,7 +116,11 @@ def main() -> None:
         for name, wrong in {
             "under vmap": lambda: jax.vmap(step)(pair),
             "cannot be differentiated": lambda: jax.grad(
-                lambda p: step(jaxrdma.PSState(p, state.step, state.session, state.flow)).params["b"].sum()
+                lambda p: (
+                    step(jaxrdma.PSState(p, state.step, state.session, state.flow))
+                    .params["b"]
+                    .sum()
+                )
             )(state.params),
         }.items():
             try:
@@ -118,7 +132,11 @@ def main() -> None:
 
         np.savez(
             f"{out}-{index}.npz",
-            **{f"{way}.{leaf}": np.asarray(state.params[leaf]) for way, state in ways.items() for leaf in LEAVES},
+            **{
+                f"{way}.{leaf}": np.asarray(state.params[leaf])
+                for way, state in ways.items()
+                for leaf in LEAVES
+            },
         )
 
 

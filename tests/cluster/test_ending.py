@@ -1,0 +1,61 @@
+"""Ends of a worker's program: what was pushed counts, and nothing hangs, however the program ends."""
+
+import re
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.blame import check_all_name
+from tests.cluster.job import Job
+
+STEPS = 20
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("way", ["jit", "scan", "eager"])
+def test_a_last_step_that_nobody_awaits_counts(make_job: Callable[..., Job], way: str) -> None:
+    job = make_job(2, 2).start("ending.py", STEPS, way)
+    job.succeed(60)
+    check_counts(job)
+    check_says_nothing(job)
+
+
+@pytest.mark.timeout(100)
+def test_a_session_can_be_closed_twice_and_refuses_steps_afterwards(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, 2).start("ending.py", STEPS, "twice")
+    job.succeed(60)
+    check_counts(job)
+    for worker in ("worker 0", "worker 1"):
+        assert re.search("^refused: .*closed", job.output(worker), re.MULTILINE), job.outputs()
+
+
+@pytest.mark.timeout(100)
+def test_a_program_ends_although_its_last_step_can_never_be_answered(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, 2).start("ending.py", STEPS, "dead")
+    job.wait_for_output("worker 0", "about to end")
+    assert job.wait(15, ["worker 1"])["worker 1"] == -signal.SIGKILL
+    check_all_name(job, "worker 1 .*died", 15, ["server 0", "server 1", "coordinator"])
+    job.wait(15, ["worker 0"])
+    # The program itself was over: the loss is a line, not an exception.
+    said = job.output("worker 0").partition("at the end")[2]
+    assert re.search("^jaxrdma: .*worker 1 .*died", said, re.MULTILINE), job.outputs()
+    assert "Traceback" not in job.output("worker 0"), job.outputs()
+
+
+def check_counts(job: Job) -> None:
+    """Every server's last line counts every push of both workers."""
+    for server in ("server 0", "server 1"):
+        last = job.output(server).splitlines()[-1]
+        assert f"{STEPS} steps; gradients accepted from worker 0: {STEPS}, worker 1: {STEPS}; 0 dropped" in last, last
+
+
+def check_says_nothing(job: Job) -> None:
+    """Workers print nothing but what they wait for at the start."""
+    for worker in ("worker 0", "worker 1"):
+        strange = [
+            line
+            for line in job.output(worker).splitlines()
+            if not re.match("jaxrdma: (have|model|waiting)", line)
+        ]
+        assert not strange, strange
