@@ -451,7 +451,7 @@ def _bits(value: Value) -> bytes:
     import jax
     import numpy as np
 
-    if jax.dtypes.issubdtype(value.aval.dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(value.aval.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(value.constant)).tobytes()
     return np.asarray(value.constant, value.aval.dtype).tobytes()
 

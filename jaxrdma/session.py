@@ -24,7 +24,7 @@ from jaxrdma.errors import CancelledError, ConfigError
 from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
 from jaxrdma.policy import SyncReplicas
-from jaxrdma.signals import SignalWatch, quiet_interrupts
+from jaxrdma.signals import SignalWatch, tell_interrupts_plainly
 from jaxrdma.step import PSState
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Session:
         )
         self._engine: _native.WorkerEngine = raise_for(engine)
         # Before anything waits: from here on Ctrl-C must end every wait.
-        quiet_interrupts()
+        tell_interrupts_plainly()
         self._signals = SignalWatch(self._on_signal).start()
         self._client = ControlClient(
             spec,

@@ -72,39 +72,46 @@ class SignalWatch:
 
 
 _OURS = "jaxrdma: "  # in the text of every error that comes out of a compiled program
-
-
-def forget_interrupted_step(error: BaseException | None) -> None:
-    """Let a KeyboardInterrupt not be told as "during handling of" the step that it ended.
-
-    The native wait can only end with an error; Python raises KeyboardInterrupt right after it, in whatever line of JAX
-    comes next.
-    """
-    if not isinstance(error, KeyboardInterrupt):
-        return
-    context = error.__context__
-    while context is not None:
-        if _OURS in str(context):
-            error.__suppress_context__ = True
-            return
-        context = context.__context__
-
-
 _hook_lock = threading.Lock()
 _hooked = False
 
 
-def quiet_interrupts() -> None:
-    """Apply `forget_interrupted_step` to what ends the program. Once per process, and before any hook set later."""
+def tell_interrupts_plainly() -> None:
+    """Let a program that Ctrl-C ends in a step end by KeyboardInterrupt alone. Once per process.
+
+    A native wait can only end with an error. Python raises KeyboardInterrupt right after it: in whatever line of JAX
+    comes next, as "during handling of" that error; or, where no line comes, not before the error has ended the program.
+    """
     global _hooked
+    from jaxrdma import _native
+
     with _hook_lock:
         if _hooked:
             return
         _hooked = True
     previous = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        forget_interrupted_step(error)
+    def hook(
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+        interrupted: bool,
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            if _is_ours(error.__context__):
+                error.__suppress_context__ = True
+        elif interrupted and _is_ours(error):
+            error = sys.last_value = KeyboardInterrupt().with_traceback(trace)
+            previous(KeyboardInterrupt, error, trace)
+            sys.exit(128 + signal.SIGINT)
         previous(kind, error, trace)
 
-    sys.excepthook = hook
+    sys.excepthook = _native.exception_hook(hook)
+
+
+def _is_ours(error: BaseException | None) -> bool:
+    while error is not None:
+        if _OURS in str(error):
+            return True
+        error = error.__context__
+    return False

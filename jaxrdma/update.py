@@ -188,13 +188,12 @@ def analyse(update: Any, treedef: Any, leaves: Sequence[LeafSpec]) -> Analysis:
         flat = [_unwrap_key({}, i, leaf) for i, leaf in enumerate(jax.tree.leaves(new_state))]
         return flat, new
 
-    init_jaxpr, init_shapes = _trace("init", init, avals)
+    init_jaxpr = _trace("init", init, avals)
     state_avals = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
         for aval in init_jaxpr.out_avals
     ]
-    del init_shapes
-    step_jaxpr, _ = _trace("update", step, avals, state_avals, avals)
+    step_jaxpr = _trace("update", step, avals, state_avals, avals)
     _check_fixed_point(state_paths, state_avals, step_jaxpr.out_avals[: len(state_avals)])
     for leaf, aval in zip(leaves, step_jaxpr.out_avals[len(state_avals) :], strict=True):
         if tuple(aval.shape) != tuple(leaf.shape):
@@ -230,7 +229,7 @@ def analyse(update: Any, treedef: Any, leaves: Sequence[LeafSpec]) -> Analysis:
         state_classes=tuple(state_classes),
         state_paths=tuple(state_paths),
         treatments=tuple(treatments),
-        x64=bool(jax.config.jax_enable_x64),
+        x64=jax.dtypes.canonicalize_dtype("float64") == "float64",
     )
 
 
@@ -248,11 +247,11 @@ def _require_transformation(update: Any) -> None:
         )
 
 
-def _trace(what: str, function: Any, *arguments: Any) -> tuple[Any, Any]:
+def _trace(what: str, function: Any, *arguments: Any) -> Any:
     import jax
 
     try:
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        jaxpr = jax.make_jaxpr(function)(*arguments)
     except UpdateError:
         raise
     except Exception as error:
@@ -268,7 +267,7 @@ def _trace(what: str, function: Any, *arguments: Any) -> tuple[Any, Any]:
             f"the update's {what} function has side effects ({names}), such as printing or a call back "
             "into Python, and cannot run on a server: take them out of the update"
         )
-    return jaxpr, shapes
+    return jaxpr
 
 
 def _unwrap_key(keys: dict[int, Any], position: int, leaf: Any) -> Any:
@@ -277,7 +276,7 @@ def _unwrap_key(keys: dict[int, Any], position: int, leaf: Any) -> Any:
     import jax.numpy as jnp
 
     array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         keys[position] = jax.random.key_impl(array)
         return jax.random.key_data(array)
     return array
@@ -521,21 +520,16 @@ class ServerUpdate:
                 # skip it, or choose other places to fuse a product and a sum.
                 self._narrow = [
                     index
-                    for index, (wide, narrow) in enumerate(
-                        zip(self._grad_dtypes, self._dtypes, strict=True)
-                    )
-                    if wide != narrow
+                    for index, dtype in enumerate(self._dtypes)
+                    if dtype != self._grad_dtypes[index]
                 ]
-                self._round = (
-                    jax.jit(
-                        lambda arrays: [
-                            array.astype(self._dtypes[index])
-                            for index, array in zip(self._narrow, arrays, strict=True)
-                        ]
-                    )
-                    .lower([_avals(shapes, self._grad_dtypes)[index] for index in self._narrow])
-                    .compile()
-                )
+                wide = [_avals(shapes, self._grad_dtypes)[index] for index in self._narrow]
+
+                def round_all(arrays: list[Any]) -> list[Any]:
+                    pairs = zip(self._narrow, arrays, strict=True)
+                    return [array.astype(self._dtypes[index]) for index, array in pairs]
+
+                self._round = jax.jit(round_all).lower(wide).compile()
         except Exception as error:
             raise UpdateError(
                 f"the update was exported with jax {program.jax_version} and cannot run with jax "

@@ -1,5 +1,5 @@
-/* module.cc: the Python face of the engines, jaxrdma._native. Nothing here decides anything; every call that may wait
-   gives the interpreter's lock back. */
+/* module.cc: the Python face of the engines, jaxrdma._native. Nothing here decides anything; every
+   call that may wait gives the interpreter's lock back. */
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -49,6 +49,18 @@ nb::bytes to_bytes(const std::vector<Record>& records) {
   return nb::bytes(records.data(), records.size() * sizeof(Record));
 }
 
+/// A `sys.excepthook` that calls `hook(kind, error, trace, interrupted)`. A signal that came while
+/// the failed call was native is still pending; in a hook of Python its handler would raise before
+/// the first line, where nothing can catch it. Here it raises in the open.
+nb::object exception_hook(nb::callable hook) {
+  return nb::cpp_function([hook = std::move(hook)](nb::object kind, nb::object error,
+                                                   nb::object trace) {
+    const bool interrupted = PyErr_CheckSignals() != 0;
+    if (interrupted) PyErr_Clear();
+    hook(std::move(kind), std::move(error), std::move(trace), interrupted);
+  });
+}
+
 /// Runs an operation that has no custom call around it, and sleeps until it is done.
 Status run_operation(WorkerEngine& engine, OperationKind kind, uint16_t flow, int64_t step,
                      const std::vector<std::optional<ReadOnlyBytesIn>>& sources,
@@ -63,11 +75,13 @@ Status run_operation(WorkerEngine& engine, OperationKind kind, uint16_t flow, in
     LeafBuffers& buffers = operation.leaves[i];
     buffers.source_dtype = spec.leaves[i].dtype;
     if (i < sources.size() && sources[i]) {
-      if (sources[i]->size() != bytes) return Status(Code::kInvalidArgument, "a source buffer has the wrong size");
+      if (sources[i]->size() != bytes)
+        return Status(Code::kInvalidArgument, "a source buffer has the wrong size");
       buffers.source = reinterpret_cast<const std::byte*>(sources[i]->data());
     }
     if (i < targets.size() && targets[i]) {
-      if (targets[i]->size() != bytes) return Status(Code::kInvalidArgument, "a target buffer has the wrong size");
+      if (targets[i]->size() != bytes)
+        return Status(Code::kInvalidArgument, "a target buffer has the wrong size");
       buffers.target = reinterpret_cast<std::byte*>(targets[i]->data());
     }
   }
@@ -109,12 +123,15 @@ void bind_common(nb::module_& m) {
       .value("float64", DType::kFloat64)
       .value("float16", DType::kFloat16)
       .value("bfloat16", DType::kBFloat16);
-  nb::enum_<FlowMode>(m, "FlowMode").value("AVERAGE", FlowMode::kAverage).value("UPDATE", FlowMode::kUpdate);
+  nb::enum_<FlowMode>(m, "FlowMode")
+      .value("AVERAGE", FlowMode::kAverage)
+      .value("UPDATE", FlowMode::kUpdate);
   nb::class_<FlowSpec>(m, "FlowSpec")
       .def(
           "__init__",
           [](FlowSpec* self, uint16_t id, FlowMode mode, const std::vector<DType>& dtypes,
-             const std::vector<uint64_t>& elements, const std::vector<std::vector<uint64_t>>& partitions) {
+             const std::vector<uint64_t>& elements,
+             const std::vector<std::vector<uint64_t>>& partitions) {
             FlowSpec spec;
             spec.id = id;
             spec.mode = mode;
@@ -122,12 +139,15 @@ void bind_common(nb::module_& m) {
               spec.leaves.push_back({dtypes[i], elements[i]});
             }
             for (const std::vector<uint64_t>& p : partitions) {
-              if (p.size() != 4) throw nb::value_error("a partition is (leaf, server, begin, elements)");
-              spec.partitions.push_back({static_cast<uint32_t>(p[0]), static_cast<uint32_t>(p[1]), p[2], p[3]});
+              if (p.size() != 4)
+                throw nb::value_error("a partition is (leaf, server, begin, elements)");
+              spec.partitions.push_back(
+                  {static_cast<uint32_t>(p[0]), static_cast<uint32_t>(p[1]), p[2], p[3]});
             }
             new (self) FlowSpec(std::move(spec));
           },
-          nb::arg("id"), nb::arg("mode"), nb::arg("dtypes"), nb::arg("elements"), nb::arg("partitions"))
+          nb::arg("id"), nb::arg("mode"), nb::arg("dtypes"), nb::arg("elements"),
+          nb::arg("partitions"))
       .def_ro("id", &FlowSpec::id);
   m.attr("DEFAULT_SPIN_US") = kDefaultSpinUs;
   m.attr("PROTOCOL_VERSION") = static_cast<int>(wire::kProtocolVersion);
@@ -170,8 +190,8 @@ void bind_worker(nb::module_& m) {
           nb::arg("worker"), nb::arg("job"), nb::arg("incarnation"), nb::arg("spin_us") = 0)
       .def(
           "connect",
-          [](WorkerEngine& self, const std::vector<std::string>& addresses, const std::vector<nb::bytes>& tokens,
-             int timeout_ms) {
+          [](WorkerEngine& self, const std::vector<std::string>& addresses,
+             const std::vector<nb::bytes>& tokens, int timeout_ms) {
             std::vector<ServerAddress> servers;
             for (size_t i = 0; i < addresses.size() && i < tokens.size(); ++i) {
               servers.push_back({addresses[i], to_vector(tokens[i])});
@@ -181,21 +201,24 @@ void bind_worker(nb::module_& m) {
           },
           nb::arg("addresses"), nb::arg("tokens"), nb::arg("timeout_ms"))
       .def("add_flow", &WorkerEngine::add_flow, nb::arg("spec"), Unlocked())
-      .def("run_operation", &run_operation, nb::arg("kind"), nb::arg("flow"), nb::arg("step"), nb::arg("sources"),
-           nb::arg("targets"), nb::arg("spec"))
+      .def("run_operation", &run_operation, nb::arg("kind"), nb::arg("flow"), nb::arg("step"),
+           nb::arg("sources"), nb::arg("targets"), nb::arg("spec"))
       .def("fail", &WorkerEngine::fail, nb::arg("why"), Unlocked())
       .def("interrupt", &WorkerEngine::interrupt, Unlocked())
       .def("in_flight", &WorkerEngine::in_flight, Unlocked())
       .def("pending", &WorkerEngine::pending, nb::arg("limit") = 16, Unlocked())
       .def("stats", &WorkerEngine::stats, Unlocked())
       .def("records", [](const WorkerEngine& self) { return to_bytes(self.records()); })
-      .def_prop_ro("transport", [](const WorkerEngine& self) { return std::string(self.transport()); })
+      .def_prop_ro("transport",
+                   [](const WorkerEngine& self) { return std::string(self.transport()); })
       .def_prop_ro("status", &WorkerEngine::status)
       .def("wait_failure", &WorkerEngine::wait_failure, nb::arg("timeout_ms") = -1, Unlocked())
       .def("close", &WorkerEngine::close, Unlocked());
-  m.def("register_session", &ffi::register_session, nb::arg("session"), nb::arg("engine"), Unlocked());
+  m.def("register_session", &ffi::register_session, nb::arg("session"), nb::arg("engine"),
+        Unlocked());
   m.def("forget_session", &ffi::forget_session, nb::arg("session"), Unlocked());
   m.def("cpu_handler", [] { return nb::capsule(ffi::cpu_handler()); });
+  m.def("exception_hook", &exception_hook, nb::arg("hook"));
 }
 
 /// A leaf's piece as bytes; the view keeps the engine alive.
@@ -233,8 +256,9 @@ void bind_server(nb::module_& m) {
   nb::class_<ServerEngine>(m, "ServerEngine")
       .def_static(
           "create",
-          [](uint32_t server, uint32_t servers, uint32_t workers, std::string job, std::string listen,
-             size_t partition_bytes, uint32_t slots_per_worker, uint32_t reduce_threads, bool ordered, int spin_us) {
+          [](uint32_t server, uint32_t servers, uint32_t workers, std::string job,
+             std::string listen, size_t partition_bytes, uint32_t slots_per_worker,
+             uint32_t reduce_threads, bool ordered, int spin_us) {
             ServerOptions options;
             options.server = server;
             options.servers = servers;
@@ -248,9 +272,9 @@ void bind_server(nb::module_& m) {
             options.spin_us = spin_us;
             return to_variant(ServerEngine::create(std::move(options)));
           },
-          nb::arg("server"), nb::arg("servers"), nb::arg("workers"), nb::arg("job"), nb::arg("listen"),
-          nb::arg("partition_bytes"), nb::arg("slots_per_worker") = 16, nb::arg("reduce_threads") = 2,
-          nb::arg("ordered") = false, nb::arg("spin_us") = 0)
+          nb::arg("server"), nb::arg("servers"), nb::arg("workers"), nb::arg("job"),
+          nb::arg("listen"), nb::arg("partition_bytes"), nb::arg("slots_per_worker") = 16,
+          nb::arg("reduce_threads") = 2, nb::arg("ordered") = false, nb::arg("spin_us") = 0)
       .def_prop_ro("address", &ServerEngine::address)
       .def(
           "admit",
@@ -261,21 +285,24 @@ void bind_server(nb::module_& m) {
       .def("add_flow", &ServerEngine::add_flow, nb::arg("spec"), Unlocked())
       .def("wait_event", &ServerEngine::wait_event, nb::arg("timeout_ms") = -1, Unlocked())
       .def("wake", &ServerEngine::wake, Unlocked())
-      .def("gradient",
-           [](nb::handle_t<ServerEngine> self, uint16_t flow, uint32_t leaf) {
-             return view(self, nb::cast<ServerEngine&>(self).gradient(flow, leaf));
-           },
-           nb::arg("flow"), nb::arg("leaf"))
-      .def("parameters",
-           [](nb::handle_t<ServerEngine> self, uint16_t flow, uint32_t leaf) {
-             return view(self, nb::cast<ServerEngine&>(self).parameters(flow, leaf));
-           },
-           nb::arg("flow"), nb::arg("leaf"))
+      .def(
+          "gradient",
+          [](nb::handle_t<ServerEngine> self, uint16_t flow, uint32_t leaf) {
+            return view(self, nb::cast<ServerEngine&>(self).gradient(flow, leaf));
+          },
+          nb::arg("flow"), nb::arg("leaf"))
+      .def(
+          "parameters",
+          [](nb::handle_t<ServerEngine> self, uint16_t flow, uint32_t leaf) {
+            return view(self, nb::cast<ServerEngine&>(self).parameters(flow, leaf));
+          },
+          nb::arg("flow"), nb::arg("leaf"))
       .def("publish", &ServerEngine::publish, nb::arg("flow"), nb::arg("step"), Unlocked())
       .def("mark_left", &ServerEngine::mark_left, nb::arg("worker"), Unlocked())
       .def("stats", &ServerEngine::stats, Unlocked())
       .def("records", [](const ServerEngine& self) { return to_bytes(self.records()); })
-      .def_prop_ro("transport", [](const ServerEngine& self) { return std::string(self.transport()); })
+      .def_prop_ro("transport",
+                   [](const ServerEngine& self) { return std::string(self.transport()); })
       .def("close", &ServerEngine::close, Unlocked());
 }
 

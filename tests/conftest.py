@@ -4,11 +4,14 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from tests.cluster.job import Job
 
 # Before anything imports JAX. Tests on an accelerator say so themselves.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -112,3 +115,17 @@ def no_leftovers(session_mark: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
             threading.Event().wait(0.05)
     end(processes)
     assert not left, "left behind by the test:\n" + "\n".join(left)
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, no_leftovers: None) -> Iterator[Callable[..., Job]]:
+    """`make_job(servers, workers, **settings)`: a job that is gone at the end of the test, whatever happens."""
+    jobs: list[Job] = []
+
+    def make(servers: int = 1, workers: int = 2, **settings: Any) -> Job:
+        jobs.append(Job(tmp_path / f"job{len(jobs)}", servers, workers, **settings))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.__exit__()

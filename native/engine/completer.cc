@@ -20,7 +20,8 @@ void Completer::run(std::function<void()> task) {
     return;
   }
   tasks_.push_back(std::move(task));
-  // Idle threads already promised to earlier tasks do not count: each task must have a thread that nobody holds.
+  // Idle threads already promised to earlier tasks do not count: each task must have a thread that
+  // nobody holds.
   if (tasks_.size() > idle_) {
     threads_.emplace_back([this] { serve(); });
     pthread_setname_np(threads_.back().native_handle(), name_);

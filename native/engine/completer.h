@@ -1,8 +1,8 @@
 /* engine/completer.h: threads that run completion callbacks, as many as are busy at one time.
 
-   XLA runs the rest of a program on the thread that completes its custom call, and that rest may wait for another
-   device whose own completion is still to come. So a callback must never wait for a thread that another callback
-   holds: where no idle thread is left, a new one is made. */
+   XLA runs the rest of a program on the thread that completes its custom call, and that rest may
+   wait for another device whose own completion is still to come. So a callback must never wait for
+   a thread that another callback holds: where no idle thread is left, a new one is made. */
 #pragma once
 
 #include <condition_variable>

@@ -25,8 +25,8 @@ using fabric::EndpointId;
 using fabric::Event;
 using fabric::MemoryRegion;
 
-/// After a lost connection the control plane is given this long to say what really happened before the operations
-/// fail with what the connection itself knows.
+/// After a lost connection the control plane is given this long to say what really happened before
+/// the operations fail with what the connection itself knows.
 constexpr auto kVerdictGrace = std::chrono::seconds(8);
 
 size_t partition_bytes(const Partition& partition, DType dtype) {
@@ -44,7 +44,8 @@ struct Active {
   std::vector<std::unique_ptr<MemoryRegion>> targets;  ///< by leaf
 };
 
-/// One partition on its way to a server and back. Its index in the server's table is the tag on the wire.
+/// One partition on its way to a server and back. Its index in the server's table is the tag on the
+/// wire.
 struct Request {
   Active* active = nullptr;  ///< null: nobody waits (answers of a push land in the flow's memory)
   uint16_t flow = 0;
@@ -100,7 +101,9 @@ struct Flow {
 class Engine final : public WorkerEngine {
  public:
   Engine(WorkerOptions options, std::unique_ptr<fabric::Fabric> fabric)
-      : options_(std::move(options)), fabric_(std::move(fabric)), recorder_(options_.recorder_capacity) {
+      : options_(std::move(options)),
+        fabric_(std::move(fabric)),
+        recorder_(options_.recorder_capacity) {
     progress_thread_ = std::thread([this] { run(); });
     pthread_setname_np(progress_thread_.native_handle(), "jaxrdma-prog");
   }
@@ -186,11 +189,13 @@ Status Engine::connect(const std::vector<ServerAddress>& servers, int timeout_ms
   fabric_->wake();
   auto settled = [this] {
     return closing_ || !failure_.ok() || !loss_.ok() ||
-           std::all_of(servers_.begin(), servers_.end(), [](const Server& s) { return s.connected; });
+           std::all_of(servers_.begin(), servers_.end(),
+                       [](const Server& s) { return s.connected; });
   };
   // The fabric ends every attempt within timeout_ms; the margin only covers a busy machine.
   if (!state_changed_.wait_for(guard, std::chrono::milliseconds(timeout_ms + 10000), settled)) {
-    return Status(Code::kDeadline, "servers did not answer within " + std::to_string(timeout_ms) + " ms");
+    return Status(Code::kDeadline,
+                  "servers did not answer within " + std::to_string(timeout_ms) + " ms");
   }
   if (closing_) return Status(Code::kCancelled, "closed while connecting to the servers");
   if (!failure_.ok()) return failure_;
@@ -199,7 +204,8 @@ Status Engine::connect(const std::vector<ServerAddress>& servers, int timeout_ms
 
 Status Engine::add_flow(FlowSpec spec) {
   std::lock_guard guard(progress_lock_);
-  if (servers_.empty()) return Status(Code::kInvalidArgument, "connect to the servers before adding a flow");
+  if (servers_.empty())
+    return Status(Code::kInvalidArgument, "connect to the servers before adding a flow");
   for (const Server& server : servers_) {
     if (Status checked = check_flow(spec, static_cast<uint32_t>(servers_.size()),
                                     server.grant.slot_stride - sizeof(wire::Header));
@@ -208,7 +214,8 @@ Status Engine::add_flow(FlowSpec spec) {
     }
   }
   if (spec.id != flows_.size()) {
-    return Status(Code::kInvalidArgument, "flow " + std::to_string(spec.id) + " was added when flow " +
+    return Status(Code::kInvalidArgument, "flow " + std::to_string(spec.id) +
+                                              " was added when flow " +
                                               std::to_string(flows_.size()) + " was the next");
   }
   auto flow = std::make_unique<Flow>();
@@ -230,9 +237,10 @@ void Engine::start(Operation operation) {
   auto active = std::prev(active_.end());
   const Operation& what = active->operation;
   if (what.flow >= flows_.size() || what.leaves.size() != flows_[what.flow]->spec.leaves.size()) {
-    finish(active, Status(Code::kInvalidArgument,
-                          "operation on flow " + std::to_string(what.flow) + " with " +
-                              std::to_string(what.leaves.size()) + " leaves: no such flow of this session"));
+    finish(active,
+           Status(Code::kInvalidArgument, "operation on flow " + std::to_string(what.flow) +
+                                              " with " + std::to_string(what.leaves.size()) +
+                                              " leaves: no such flow of this session"));
     return;
   }
   Flow& flow = *flows_[what.flow];
@@ -242,11 +250,15 @@ void Engine::start(Operation operation) {
   }
   if (what.kind == OperationKind::kExchange &&
       std::count_if(active_.begin(), active_.end(), [&what](const Active& other) {
-        return other.operation.kind == OperationKind::kExchange && other.operation.flow == what.flow;
+        return other.operation.kind == OperationKind::kExchange &&
+               other.operation.flow == what.flow;
       }) > 1) {
-    finish(active, Status(Code::kInvalidArgument,
-                          "two steps of one model at once (step " + std::to_string(what.step) +
-                              "): thread the state from one ps_step to the next, and call it from one device"));
+    finish(
+        active,
+        Status(
+            Code::kInvalidArgument,
+            "two steps of one model at once (step " + std::to_string(what.step) +
+                "): thread the state from one ps_step to the next, and call it from one device"));
     return;
   }
   if (Status prepared = prepare(*active, flow); !prepared.ok()) {
@@ -329,10 +341,12 @@ Status Engine::prepare(Active& active, Flow& flow) {
     if (leaf.elements == 0) continue;
     const std::string name = "leaf " + std::to_string(i) + " of flow " + std::to_string(what.flow);
     if (sends) {
-      if (buffers.source == nullptr) return Status(Code::kInvalidArgument, name + " has no source buffer");
+      if (buffers.source == nullptr)
+        return Status(Code::kInvalidArgument, name + " has no source buffer");
       if (accumulator_dtype(buffers.source_dtype) != accumulator_dtype(leaf.dtype)) {
-        return Status(Code::kInvalidArgument, name + " is " + dtype_name(leaf.dtype) + ", its gradient " +
-                                                  dtype_name(buffers.source_dtype) + ": cast the gradient");
+        return Status(Code::kInvalidArgument,
+                      name + " is " + dtype_name(leaf.dtype) + ", its gradient " +
+                          dtype_name(buffers.source_dtype) + ": cast the gradient");
       }
       // The fabric only reads from a source.
       auto region = fabric_->register_memory(const_cast<std::byte*>(buffers.source),
@@ -342,9 +356,10 @@ Status Engine::prepare(Active& active, Flow& flow) {
       active.sources[i] = std::move(region.value());
     }
     if (!staged) {
-      if (buffers.target == nullptr) return Status(Code::kInvalidArgument, name + " has no target buffer");
-      auto region = fabric_->register_memory(buffers.target, leaf.elements * dtype_bytes(leaf.dtype),
-                                             fabric::Access::kRemoteWrite);
+      if (buffers.target == nullptr)
+        return Status(Code::kInvalidArgument, name + " has no target buffer");
+      auto region = fabric_->register_memory(
+          buffers.target, leaf.elements * dtype_bytes(leaf.dtype), fabric::Access::kRemoteWrite);
       if (!region.ok()) return region.status();
       active.targets[i] = std::move(region.value());
     }
@@ -377,8 +392,8 @@ void Engine::pump(size_t index) {
     const bool staged = what.kind == OperationKind::kPush;
     const bool payload = request.kind != wire::Kind::kPull;
 
-    const MemoryRegion* target_region =
-        staged ? flow.staging_regions[partition.leaf].get() : request.active->targets[partition.leaf].get();
+    const MemoryRegion* target_region = staged ? flow.staging_regions[partition.leaf].get()
+                                               : request.active->targets[partition.leaf].get();
     wire::Header& header = server.headers[index_of_slot];
     header = wire::Header{};
     header.magic = wire::kHeaderMagic;
@@ -396,10 +411,12 @@ void Engine::pump(size_t index) {
     header.reply_tag = tag;
 
     fabric::Slice slices[2];
-    slices[0] = {server.header_region.get(), reinterpret_cast<const std::byte*>(&header), sizeof(header)};
+    slices[0] = {server.header_region.get(), reinterpret_cast<const std::byte*>(&header),
+                 sizeof(header)};
     if (payload) {
       const MemoryRegion* source = request.active->sources[partition.leaf].get();
-      slices[1] = {source, source->data() + partition.begin * dtype_bytes(buffers.source_dtype), header.bytes};
+      slices[1] = {source, source->data() + partition.begin * dtype_bytes(buffers.source_dtype),
+                   header.bytes};
     }
     Slot& slot = server.slots[index_of_slot];
     slot.tag = tag;
@@ -410,9 +427,10 @@ void Engine::pump(size_t index) {
     recorder_.add(Stage::kPosted, request.flow, request.step, request.partition,
                   static_cast<uint16_t>(index));
     stats_.bytes_pushed += header.bytes;
-    const fabric::RemoteSlice remote{server.grant.address + index_of_slot * server.grant.slot_stride,
-                                     server.grant.key};
-    Status posted = endpoint->write(std::span(slices, payload ? 2 : 1), remote, index_of_slot, index_of_slot);
+    const fabric::RemoteSlice remote{
+        server.grant.address + index_of_slot * server.grant.slot_stride, server.grant.key};
+    Status posted =
+        endpoint->write(std::span(slices, payload ? 2 : 1), remote, index_of_slot, index_of_slot);
     if (!posted.ok()) {
       lose(std::move(posted));
       return;
@@ -425,7 +443,8 @@ void Engine::begin_pull(std::list<Active>::iterator active, Flow& flow) {
   if (!flow.staged.active || flow.staged.step != step || flow.staged.pulled) {
     finish(active, Status(Code::kInvalidArgument,
                           "pull of step " + std::to_string(step) +
-                              (flow.staged.active ? ", but the last push was of step " + std::to_string(flow.staged.step)
+                              (flow.staged.active ? ", but the last push was of step " +
+                                                        std::to_string(flow.staged.step)
                                                   : std::string(" without a push before it"))));
     return;
   }
@@ -445,8 +464,8 @@ void Engine::finish_pull(Flow& flow) {
   } else if (status.code() == Code::kStale) {
     ++stats_.gradients_dropped;
   }
-  // The copy may be long: it runs on the completer's thread. Nobody writes into the staging memory until the next push
-  // of this flow, which needs the step that this operation returns.
+  // The copy may be long: it runs on the completer's thread. Nobody writes into the staging memory
+  // until the next push of this flow, which needs the step that this operation returns.
   Flow* source = &flow;
   std::vector<LeafBuffers> leaves = active->operation.leaves;
   std::function<void()> copy;
@@ -481,12 +500,15 @@ void Engine::run() {
         if (Clock::now() >= deadline) {
           failure_ = loss_;
           for (Server& server : servers_) {
-            if (Endpoint* endpoint = fabric_->endpoint(server.endpoint)) endpoint->close(failure_, false);
+            if (Endpoint* endpoint = fabric_->endpoint(server.endpoint))
+              endpoint->close(failure_, false);
           }
           moved = true;
         } else {
           timeout_ms = static_cast<int>(
-              std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count() + 1);
+              std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now())
+                  .count() +
+              1);
         }
       }
       if (!failure_.ok()) give_up();
@@ -551,7 +573,8 @@ void Engine::connected(Server& server, const Event& event) {
   server.grant = grant;
   server.headers.resize(grant.slots);
   auto region = fabric_->register_memory(reinterpret_cast<std::byte*>(server.headers.data()),
-                                         server.headers.size() * sizeof(wire::Header), fabric::Access::kLocal);
+                                         server.headers.size() * sizeof(wire::Header),
+                                         fabric::Access::kLocal);
   if (!region.ok()) {
     lose(region.status());
     return;
@@ -571,8 +594,8 @@ void Engine::disconnected(size_t index, const Event& event) {
   if (closing_ || !failure_.ok()) return;
   const bool was_connected = server.connected;
   lose(Status(event.status.code() == Code::kOk ? Code::kUnavailable : event.status.code(),
-              (was_connected ? "lost the data connection to " : "cannot connect to ") + server_name(index) + ": " +
-                  event.status.message()));
+              (was_connected ? "lost the data connection to " : "cannot connect to ") +
+                  server_name(index) + ": " + event.status.message()));
 }
 
 void Engine::violation(size_t index, const std::string& text) {
@@ -580,7 +603,8 @@ void Engine::violation(size_t index, const std::string& text) {
                                    "; are all processes of one jaxrdma version?"));
 }
 
-/// A connection is of no use any more. The reason is kept; the verdict comes by `fail`, or after a grace.
+/// A connection is of no use any more. The reason is kept; the verdict comes by `fail`, or after a
+/// grace.
 void Engine::lose(Status why) {
   if (!loss_.ok()) return;
   loss_ = std::move(why);
@@ -604,9 +628,10 @@ void Engine::received(size_t index, const Event& event) {
     if (!server.slots[value].writing) server.free_slots.push_back(value);
     return;
   }
-  if (value >= server.requests.size() || !server.requests[value].live || server.requests[value].answered ||
-      server.requests[value].stage == Stage::kQueued) {
-    violation(index, "answer to request " + std::to_string(value) + ", which does not wait for one");
+  if (value >= server.requests.size() || !server.requests[value].live ||
+      server.requests[value].answered || server.requests[value].stage == Stage::kQueued) {
+    violation(index,
+              "answer to request " + std::to_string(value) + ", which does not wait for one");
     return;
   }
   Request& request = server.requests[value];
@@ -617,7 +642,8 @@ void Engine::received(size_t index, const Event& event) {
     const size_t expected = partition_bytes(partition, flow.spec.leaves[partition.leaf].dtype);
     if (event.bytes != expected) {
       violation(index, "partition " + std::to_string(request.partition) + " came back with " +
-                           std::to_string(event.bytes) + " bytes instead of " + std::to_string(expected));
+                           std::to_string(event.bytes) + " bytes instead of " +
+                           std::to_string(expected));
       return;
     }
     stats_.bytes_pulled += event.bytes;
@@ -625,14 +651,16 @@ void Engine::received(size_t index, const Event& event) {
                   static_cast<uint16_t>(index));
   } else if (what == wire::Answer::kStale) {
     status = Status(Code::kStale, "step " + std::to_string(request.step) +
-                                      " was already aggregated without this gradient (" + server_name(index) +
+                                      " was already aggregated without this gradient (" +
+                                      server_name(index) +
                                       "): go on from the state that the last ps_step returned");
     recorder_.add(Stage::kDropped, request.flow, request.step, request.partition,
                   static_cast<uint16_t>(index));
   } else if (what == wire::Answer::kAhead) {
-    status = Status(Code::kStale, "step " + std::to_string(request.step) + " is ahead of the step that " +
-                                      server_name(index) +
-                                      " aggregates: use the state of session.init, with its step unchanged");
+    status = Status(Code::kStale,
+                    "step " + std::to_string(request.step) + " is ahead of the step that " +
+                        server_name(index) +
+                        " aggregates: use the state of session.init, with its step unchanged");
   } else {
     violation(index, "unknown answer " + std::to_string(static_cast<uint32_t>(what)));
     return;
@@ -687,7 +715,8 @@ void Engine::retire(Server& server, uint32_t tag) {
 /// Ends an operation that waits for nothing any more.
 void Engine::settle(Active* active) {
   if (active->unsent > 0 || active->unanswered > 0 || !failure_.ok()) return;
-  auto found = std::find_if(active_.begin(), active_.end(), [active](const Active& a) { return &a == active; });
+  auto found = std::find_if(active_.begin(), active_.end(),
+                            [active](const Active& a) { return &a == active; });
   const OperationKind kind = active->operation.kind;
   Status status = active->failure;
   if (kind == OperationKind::kExchange) {
@@ -704,7 +733,8 @@ void Engine::settle(Active* active) {
   finish(found, std::move(status));
 }
 
-void Engine::finish(std::list<Active>::iterator active, Status status, std::function<void()> before) {
+void Engine::finish(std::list<Active>::iterator active, Status status,
+                    std::function<void()> before) {
   // The keys of its buffers are withdrawn before the owner may free them.
   active->sources.clear();
   active->targets.clear();
@@ -721,8 +751,9 @@ void Engine::give_up() {
   const bool quiet = std::all_of(servers_.begin(), servers_.end(),
                                  [](const Server& s) { return s.gone || !s.connecting; });
   if (!quiet) return;
-  const Status why = failure_.ok() ? Status(Code::kCancelled, "the session was closed while this was in flight")
-                                   : failure_;
+  const Status why =
+      failure_.ok() ? Status(Code::kCancelled, "the session was closed while this was in flight")
+                    : failure_;
   while (!active_.empty()) finish(active_.begin(), why);
   for (Server& server : servers_) {
     server.queue.clear();
@@ -760,7 +791,8 @@ std::vector<Pending> Engine::pending(size_t limit) const {
       }
     }
   }
-  std::sort(result.begin(), result.end(), [](const Pending& a, const Pending& b) { return a.seconds > b.seconds; });
+  std::sort(result.begin(), result.end(),
+            [](const Pending& a, const Pending& b) { return a.seconds > b.seconds; });
   if (result.size() > limit) result.resize(limit);
   return result;
 }
@@ -817,7 +849,8 @@ size_t Engine::server_of(EndpointId endpoint) const {
 Result<std::shared_ptr<WorkerEngine>> WorkerEngine::create(WorkerOptions options) {
   auto fabric = fabric::make_tcp_fabric(fabric::Options{});
   if (!fabric.ok()) return fabric.status();
-  return std::shared_ptr<WorkerEngine>(std::make_shared<Engine>(std::move(options), std::move(fabric.value())));
+  return std::shared_ptr<WorkerEngine>(
+      std::make_shared<Engine>(std::move(options), std::move(fabric.value())));
 }
 
 }  // namespace jaxrdma

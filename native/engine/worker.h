@@ -1,8 +1,10 @@
-/* engine/worker.h: the worker's engine: pushes partitions to servers, receives what comes back, completes operations.
+/* engine/worker.h: the worker's engine: pushes partitions to servers, receives what comes back,
+   completes operations.
 
-   Threads. One progress thread per engine. `start` may be called from any thread: it takes the progress lock, posts what
-   can be posted at once, and returns. Callbacks run on completer threads, never on the progress thread, and never with a
-   lock held: XLA runs the rest of its program inside them. Lock order: progress lock, then completer lock. */
+   Threads. One progress thread per engine. `start` may be called from any thread: it takes the
+   progress lock, posts what can be posted at once, and returns. Callbacks run on completer threads,
+   never on the progress thread, and never with a lock held: XLA runs the rest of its program inside
+   them. Lock order: progress lock, then completer lock. */
 #pragma once
 
 #include <cstdint>
@@ -22,7 +24,7 @@ struct WorkerOptions {
   uint32_t worker = 0;  ///< index of this worker
   std::string job;
   uint64_t incarnation = 0;
-  int spin_us = 0;              ///< how long the progress thread looks before it sleeps
+  int spin_us = 0;  ///< how long the progress thread looks before it sleeps
   size_t recorder_capacity = 1 << 14;
 };
 
@@ -32,11 +34,13 @@ struct ServerAddress {
   std::vector<std::byte> token;  ///< fabric::Hello::kTokenBytes
 };
 
-/// The buffers of one leaf in one operation. Null where the operation does not use them, or the leaf is empty.
+/// The buffers of one leaf in one operation. Null where the operation does not use them, or the
+/// leaf is empty.
 struct LeafBuffers {
   const std::byte* source = nullptr;  ///< gradient (push) or parameter (init)
   DType source_dtype = DType::kFloat32;
-  std::byte* target = nullptr;        ///< result, of the leaf's dtype; may be `source` where the dtypes are equal
+  std::byte* target =
+      nullptr;  ///< result, of the leaf's dtype; may be `source` where the dtypes are equal
 };
 
 enum class OperationKind : uint8_t {
@@ -67,12 +71,12 @@ struct Pending {
 };
 
 struct WorkerStats {
-  uint64_t bytes_pushed = 0;   ///< gradient payload
-  uint64_t bytes_pulled = 0;   ///< parameter payload
-  uint64_t steps = 0;          ///< exchanges and pulls that ended well
+  uint64_t bytes_pushed = 0;  ///< gradient payload
+  uint64_t bytes_pulled = 0;  ///< parameter payload
+  uint64_t steps = 0;         ///< exchanges and pulls that ended well
   uint64_t gradients_accepted = 0;
   uint64_t gradients_dropped = 0;  ///< pushes a server called stale
-  int64_t last_step = -1;      ///< the newest step that came back
+  int64_t last_step = -1;          ///< the newest step that came back
 };
 
 class WorkerEngine {
@@ -80,16 +84,18 @@ class WorkerEngine {
   static Result<std::shared_ptr<WorkerEngine>> create(WorkerOptions options);
   virtual ~WorkerEngine() = default;  ///< closes
 
-  /// Connects to every server, in order of index, and returns when all are connected, or with the first failure.
+  /// Connects to every server, in order of index, and returns when all are connected, or with the
+  /// first failure.
   virtual Status connect(const std::vector<ServerAddress>& servers, int timeout_ms) = 0;
   virtual Status add_flow(FlowSpec spec) = 0;
   /// Begins an operation. Any failure, an impossible argument too, goes to `operation.done`.
   virtual void start(Operation operation) = 0;
 
-  /// Fails every operation, now and later, with `why`. Called when the control plane learns that the job cannot go on.
-  /// The first reason stays.
+  /// Fails every operation, now and later, with `why`. Called when the control plane learns that
+  /// the job cannot go on. The first reason stays.
   virtual void fail(Status why) = 0;
-  /// Fails the operations that wait now with kCancelled, later ones go on failing: the job is inconsistent after it.
+  /// Fails the operations that wait now with kCancelled, later ones go on failing: the job is
+  /// inconsistent after it.
   virtual void interrupt() = 0;
   /// Operations begun and not yet done.
   virtual size_t in_flight() const = 0;
@@ -100,8 +106,8 @@ class WorkerEngine {
   virtual const char* transport() const = 0;
   /// First reason for failure, or ok.
   virtual Status status() const = 0;
-  /// Blocks until a data connection is lost or `fail` is called (true), or until `timeout_ms` has passed or `close` is
-  /// called (false).
+  /// Blocks until a data connection is lost or `fail` is called (true), or until `timeout_ms` has
+  /// passed or `close` is called (false).
   virtual bool wait_failure(int timeout_ms) = 0;
   /// Fails what waits with kCancelled, closes the connections, joins every thread. Idempotent.
   virtual void close() = 0;

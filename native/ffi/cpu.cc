@@ -1,4 +1,5 @@
-/* ffi/cpu.cc: XLA's handler on the CPU: turns a custom call into an operation of the session's engine. */
+/* ffi/cpu.cc: XLA's handler on the CPU: turns a custom call into an operation of the session's
+ * engine. */
 #include <cstring>
 #include <optional>
 #include <string>
@@ -67,20 +68,21 @@ xf::Future failed(xf::Error error) {
   return future;
 }
 
-/// Operands: step, then whatever the results are aliased with, then from `first_source` on the gradients. Results: the
-/// step, then one per leaf, none for a push. Everything is copied out of the call frame before this returns: XLA
-/// recycles the frame while the operation is under way.
-xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands, xf::Result<xf::AnyBuffer> step_result,
-                xf::RemainingRets results, int64_t session, int64_t flow, int64_t kind, int64_t first_source,
-                int64_t leaves) {
+/// Operands: step, then whatever the results are aliased with, then from `first_source` on the
+/// gradients. Results: the step, then one per leaf, none for a push. Everything is copied out of
+/// the call frame before this returns: XLA recycles the frame while the operation is under way.
+xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
+                xf::Result<xf::AnyBuffer> step_result, xf::RemainingRets results, int64_t session,
+                int64_t flow, int64_t kind, int64_t first_source, int64_t leaves) {
   if (step.element_type() != xf::DataType::S32 || step.element_count() != 1) {
     return failed(xf::Error::InvalidArgument("jaxrdma: the step must be an int32 scalar"));
   }
   const std::shared_ptr<WorkerEngine> engine = find_session(session);
   if (engine == nullptr) {
-    return failed(xf::Error(xf::ErrorCode::kFailedPrecondition,
-                            "jaxrdma: session " + std::to_string(session) +
-                                " of this program is not open in this process (closed, or never connected)"));
+    return failed(
+        xf::Error(xf::ErrorCode::kFailedPrecondition,
+                  "jaxrdma: session " + std::to_string(session) +
+                      " of this program is not open in this process (closed, or never connected)"));
   }
   int32_t step_value = 0;
   std::memcpy(&step_value, step.untyped_data(), sizeof(step_value));
@@ -90,7 +92,8 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands, xf::Result<xf::A
   operation.flow = static_cast<uint16_t>(flow);
   operation.step = step_value;
   operation.leaves.resize(static_cast<size_t>(leaves));
-  const bool sends = operation.kind == OperationKind::kExchange || operation.kind == OperationKind::kPush;
+  const bool sends =
+      operation.kind == OperationKind::kExchange || operation.kind == OperationKind::kPush;
   const bool receives = operation.kind != OperationKind::kPush;
   for (size_t i = 0; i < operation.leaves.size(); ++i) {
     LeafBuffers& buffers = operation.leaves[i];
@@ -98,7 +101,9 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands, xf::Result<xf::A
       auto operand = operands.get<xf::AnyBuffer>(static_cast<size_t>(first_source) + i);
       if (!operand) return failed(operand.error());
       const std::optional<DType> dtype = dtype_of(operand->element_type());
-      if (!dtype) return failed(xf::Error::InvalidArgument("jaxrdma: a gradient has a type that cannot be averaged"));
+      if (!dtype)
+        return failed(
+            xf::Error::InvalidArgument("jaxrdma: a gradient has a type that cannot be averaged"));
       buffers.source = static_cast<const std::byte*>(operand->untyped_data());
       buffers.source_dtype = *dtype;
     }

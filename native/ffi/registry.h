@@ -1,5 +1,5 @@
-/* ffi/registry.h: small integers for engines. Compiled programs hold such an integer, never a pointer: they may be
-   cached on disk and run again in another process. */
+/* ffi/registry.h: small integers for engines. Compiled programs hold such an integer, never a
+   pointer: they may be cached on disk and run again in another process. */
 #pragma once
 
 #include <cstdint>

@@ -49,7 +49,7 @@ class Job:
         """The coordinator; returns its address."""
         reading, writing = os.pipe()
         try:
-            self._spawn(
+            self.spawn(
                 "coordinator",
                 [
                     "-m",
@@ -76,7 +76,7 @@ class Job:
         self._address = address
 
     def start_server(self, index: int) -> None:
-        self._spawn(
+        self.spawn(
             f"server {index}",
             ["-m", "jaxrdma", "server"],
             self._environment(("server", index)) | {"JAX_PLATFORMS": "cpu"},
@@ -88,7 +88,7 @@ class Job:
         """`name`: how the process is called here, if not "worker INDEX"."""
         path = script if isinstance(script, Path) else SCRIPTS / script
         environment = self._environment(("worker", index)) | {"PJRT_NPROC": "8"} | env
-        self._spawn(name or f"worker {index}", [str(path), *map(str, args)], environment)
+        self.spawn(name or f"worker {index}", [str(path), *map(str, args)], environment)
 
     def pid(self, name: str) -> int:
         return self.processes[name].pid
@@ -150,7 +150,7 @@ class Job:
             }
         return environment
 
-    def _spawn(
+    def spawn(
         self,
         name: str,
         command: list[str],

@@ -22,7 +22,9 @@ def test_a_last_step_that_nobody_awaits_counts(make_job: Callable[..., Job], way
 
 
 @pytest.mark.timeout(100)
-def test_a_session_can_be_closed_twice_and_refuses_steps_afterwards(make_job: Callable[..., Job]) -> None:
+def test_a_session_can_be_closed_twice_and_refuses_steps_afterwards(
+    make_job: Callable[..., Job],
+) -> None:
     job = make_job(2, 2).start("ending.py", STEPS, "twice")
     job.succeed(60)
     check_counts(job)
@@ -31,7 +33,9 @@ def test_a_session_can_be_closed_twice_and_refuses_steps_afterwards(make_job: Ca
 
 
 @pytest.mark.timeout(100)
-def test_a_program_ends_although_its_last_step_can_never_be_answered(make_job: Callable[..., Job]) -> None:
+def test_a_program_ends_although_its_last_step_can_never_be_answered(
+    make_job: Callable[..., Job],
+) -> None:
     job = make_job(2, 2).start("ending.py", STEPS, "dead")
     job.wait_for_output("worker 0", "about to end")
     assert job.wait(15, ["worker 1"])["worker 1"] == -signal.SIGKILL
@@ -47,7 +51,10 @@ def check_counts(job: Job) -> None:
     """Every server's last line counts every push of both workers."""
     for server in ("server 0", "server 1"):
         last = job.output(server).splitlines()[-1]
-        assert f"{STEPS} steps; gradients accepted from worker 0: {STEPS}, worker 1: {STEPS}; 0 dropped" in last, last
+        assert (
+            f"{STEPS} steps; gradients accepted from worker 0: {STEPS}, worker 1: {STEPS}; 0 dropped"
+            in last
+        ), last
 
 
 def check_says_nothing(job: Job) -> None:

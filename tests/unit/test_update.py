@@ -263,6 +263,24 @@ def test_a_mask_sees_the_shapes_of_whole_leaves():
     assert changed == {"b": False, "k": True, "s": False, "v": True, "w": True, "z": False}
 
 
+def jitter() -> optax.GradientTransformation:
+    """Adds one random number to every element: its state is a PRNG key that belongs to no leaf."""
+
+    def step(grads, key, params=None):
+        use, key = jax.random.split(key)
+        return jax.tree.map(lambda g: g + jax.random.normal(use), grads), key
+
+    return optax.GradientTransformation(lambda params: jax.random.key(1), step)
+
+
+def test_every_server_draws_the_same_random_numbers():
+    params = {name: leaf for name, leaf in params_like().items() if name in "bw"}
+    assert analyse(jitter(), params).kind == "elementwise"
+    grads = gradients(params)
+    expected = one_process(jitter(), params, grads)
+    assert_same_bits(on_servers(jitter(), params, grads, 3), expected)
+
+
 def test_a_single_leaf_gives_the_bits_of_one_process():
     params = params_like()["w"]
     grads = gradients(params)

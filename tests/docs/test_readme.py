@@ -1,0 +1,137 @@
+"""Every snippet and command of the README runs."""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxrdma.cli.coordinator import add_arguments
+from jaxrdma.cluster import ClusterSpec
+from tests.cluster.job import Job
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+# What the snippets leave to the reader.
+PREAMBLE = """
+import jax, jax.numpy as jnp, jaxrdma, numpy as np, optax
+
+params = {"w": jnp.zeros((4, 2)), "b": jnp.zeros((2,))}
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"] + params["b"] - 1.0) ** 2)
+
+def my_batches(index, count):
+    rng = np.random.default_rng(index)
+    return [jnp.asarray(rng.normal(size=(8, 4)), jnp.float32) for _ in range(20)]
+
+def something_else(batch):
+    return batch.sum()
+"""
+
+
+def blocks(language: str) -> list[str]:
+    # All fences are matched, so that the end of one is not taken for the beginning of another.
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return [text for name, text in fences if name == language]
+
+
+def commands() -> list[str]:
+    lines = [line for block in blocks("") for line in block.splitlines()]
+    return [line for line in lines if re.match(r"(JAXRDMA_\S+ )*(jaxrdma|python) ", line)]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The ten lines, as the file that the commands name."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        PREAMBLE + blocks("python")[0] + "\nprint('trained to', float(loss), int(state.step))\n"
+    )
+    return path
+
+
+def test_the_ten_lines_train(script: Path, no_leftovers: None) -> None:
+    (launch,) = [command for command in commands() if command.startswith("jaxrdma launch")]
+    result = subprocess.run(
+        [sys.executable, "-m", *shlex.split(launch)],
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    trained = re.findall(r"trained to (\S+) 20", result.stdout)
+    assert len(trained) == 2, result.stdout
+    assert all(float(loss) < 1.0 for loss in trained)
+
+
+def test_the_other_ways_to_step_run(tmp_path: Path, make_job: Callable[..., Job]) -> None:
+    other = textwrap.indent(blocks("python")[1], "    ")
+    script = tmp_path / "other.py"
+    script.write_text(
+        PREAMBLE
+        + "with jaxrdma.connect() as session:\n"
+        + "    state = session.init(params, update=optax.adam(1e-3))\n"
+        + "    batch = my_batches(session.index, 1)[0]\n"
+        + "    grads = jax.grad(loss_fn)(state.params, batch)\n"
+        + other
+        + "\n    optimizer_state = optimizer.init(params)\n"
+        + "    updates, optimizer_state = jax.jit(optimizer.update)(grads, optimizer_state, params)\n"
+        + "    assert int(state.step) == 1 and jax.tree.structure(updates) == jax.tree.structure(params)\n"
+    )
+    make_job(1, 2).start(script).succeed()
+
+
+def test_the_commands_by_hand_make_a_job(script: Path, make_job: Callable[..., Job]) -> None:
+    by_hand = [command for command in commands() if not command.startswith("jaxrdma launch")]
+    assert len(by_hand) == 3
+    job = make_job(1, 2)
+    address = job.start_coordinator()  # as the first command, on a port that is free
+    for line in by_hand[1:]:
+        words = shlex.split(line.replace("127.0.0.1:7000", address))
+        settings = dict(word.split("=", 1) for word in words if word.startswith("JAXRDMA_"))
+        words = words[len(settings) :]
+        settings |= {k: v for k, v in os.environ.items() if not k.startswith("JAXRDMA_")}
+        words = ["-m", *words] if words[0] == "jaxrdma" else [str(script)]
+        job.spawn("server 0" if "server" in words else "worker 0", words, settings)
+    job.start_worker(1, script)
+    job.succeed()
+
+
+def test_the_first_command_by_hand_is_understood() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    (line,) = [command for command in commands() if command.startswith("jaxrdma coordinator")]
+    args = parser.parse_args(shlex.split(line)[2:])
+    assert (args.listen, args.workers, args.servers) == ("127.0.0.1:7000", 2, 1)
+
+
+def test_the_table_of_settings_names_what_the_code_reads() -> None:
+    table = README[README.index("## Settings") : README.index("## How fast")]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {
+        name if name.startswith("JAXRDMA_") else f"JAXRDMA{name}"
+        for row in rows
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    read = {f"JAXRDMA_{field.upper()}" for field in ClusterSpec.__dataclass_fields__}
+    assert named == read
+
+
+def test_the_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make (\w+)`", README):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_links_lead_somewhere() -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / link).exists(), link

@@ -1,0 +1,363 @@
+/* test_worker_engine.cc: the worker's engine against real servers' engines, over tcp, in one
+ * process. */
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "engine/completer.h"
+#include "engine/server.h"
+#include "engine/worker.h"
+
+namespace jaxrdma {
+namespace {
+
+constexpr size_t kPartitionBytes = 1024;
+constexpr int kTimeoutMs = 10000;
+
+std::vector<std::byte> token(uint32_t worker, uint32_t server) {
+  std::vector<std::byte> bytes(fabric::Hello::kTokenBytes);
+  bytes[0] = static_cast<std::byte>(worker + 1);
+  bytes[1] = static_cast<std::byte>(server + 1);
+  return bytes;
+}
+
+/// One leaf of `elements` float32, cut into partitions that go to the servers in turn.
+FlowSpec striped(uint64_t elements, uint32_t servers, FlowMode mode = FlowMode::kAverage) {
+  FlowSpec spec;
+  spec.mode = mode;
+  spec.leaves.push_back({DType::kFloat32, elements});
+  const uint64_t piece = kPartitionBytes / sizeof(float);
+  for (uint64_t begin = 0, i = 0; begin < elements; begin += piece, ++i) {
+    spec.partitions.push_back(
+        {0, static_cast<uint32_t>(i % servers), begin, std::min(piece, elements - begin)});
+  }
+  return spec;
+}
+
+/// Servers and workers of one job.
+class Cluster {
+ public:
+  Cluster(uint32_t servers, uint32_t workers, const FlowSpec& spec) {
+    for (uint32_t s = 0; s < servers; ++s) {
+      ServerOptions options;
+      options.server = s;
+      options.servers = servers;
+      options.workers = workers;
+      options.job = "test";
+      options.partition_bytes = kPartitionBytes;
+      options.slots_per_worker = 4;
+      options.ordered = true;
+      auto server = ServerEngine::create(options);
+      REQUIRE(server.ok());
+      servers_.push_back(server.value());
+      for (uint32_t w = 0; w < workers; ++w)
+        REQUIRE(servers_[s]->admit(w, 100 + w, token(w, s)).ok());
+      REQUIRE(servers_[s]->add_flow(spec).ok());
+    }
+    for (uint32_t w = 0; w < workers; ++w) {
+      WorkerOptions options;
+      options.worker = w;
+      options.job = "test";
+      options.incarnation = 100 + w;
+      auto worker = WorkerEngine::create(options);
+      REQUIRE(worker.ok());
+      workers_.push_back(worker.value());
+      std::vector<ServerAddress> addresses;
+      for (uint32_t s = 0; s < servers; ++s)
+        addresses.push_back({servers_[s]->address(), token(w, s)});
+      const Status connected = workers_[w]->connect(addresses, kTimeoutMs);
+      REQUIRE_MESSAGE(connected.ok(), connected.message());
+      REQUIRE(workers_[w]->add_flow(spec).ok());
+    }
+  }
+  ~Cluster() {
+    for (auto& worker : workers_) worker->close();
+    for (auto& server : servers_) server->close();
+  }
+
+  WorkerEngine& worker(size_t index) { return *workers_[index]; }
+  ServerEngine& server(size_t index) { return *servers_[index]; }
+
+ private:
+  std::vector<std::shared_ptr<ServerEngine>> servers_;
+  std::vector<std::shared_ptr<WorkerEngine>> workers_;
+};
+
+/// An operation and the wait for its end.
+class Call {
+ public:
+  void start(WorkerEngine& engine, OperationKind kind, int64_t step,
+             const std::vector<float>* source, std::vector<float>* target) {
+    Operation operation;
+    operation.kind = kind;
+    operation.flow = 0;
+    operation.step = step;
+    LeafBuffers leaf;
+    if (source != nullptr) leaf.source = reinterpret_cast<const std::byte*>(source->data());
+    if (target != nullptr) leaf.target = reinterpret_cast<std::byte*>(target->data());
+    operation.leaves.push_back(leaf);
+    operation.done = [this](const Status& status) {
+      std::lock_guard guard(lock_);
+      ++calls_;
+      outcome_ = status;
+      changed_.notify_all();
+    };
+    engine.start(std::move(operation));
+  }
+  Status wait() {
+    std::unique_lock guard(lock_);
+    REQUIRE(changed_.wait_for(guard, std::chrono::milliseconds(kTimeoutMs),
+                              [this] { return outcome_.has_value(); }));
+    CHECK(calls_ == 1);
+    return *outcome_;
+  }
+  bool ended() {
+    std::lock_guard guard(lock_);
+    return outcome_.has_value();
+  }
+
+ private:
+  std::mutex lock_;
+  std::condition_variable changed_;
+  std::optional<Status> outcome_;
+  int calls_ = 0;
+};
+
+std::vector<float> pattern(size_t elements, int worker, int64_t step) {
+  std::vector<float> values(elements);
+  for (size_t i = 0; i < elements; ++i)
+    values[i] = static_cast<float>((i * 13 + worker * 7 + step) % 97) / 8.0f;
+  return values;
+}
+
+TEST_CASE("the mean of two workers over two servers comes back on both, step after step") {
+  constexpr size_t kElements = 5000;  // 20 partitions, more than the slots
+  Cluster cluster(2, 2, striped(kElements, 2));
+  std::vector<std::thread> threads;
+  std::atomic<int> right{0};
+  for (int w = 0; w < 2; ++w) {
+    threads.emplace_back([&cluster, &right, w] {
+      std::vector<float> result(kElements);
+      for (int64_t step = 0; step < 50; ++step) {
+        const std::vector<float> mine = pattern(kElements, w, step);
+        Call call;
+        call.start(cluster.worker(w), OperationKind::kExchange, step, &mine, &result);
+        if (!call.wait().ok()) return;
+        const std::vector<float> first = pattern(kElements, 0, step);
+        const std::vector<float> second = pattern(kElements, 1, step);
+        for (size_t i = 0; i < kElements; ++i) {
+          if (result[i] != static_cast<float>((double{first[i]} + double{second[i]}) / 2)) return;
+        }
+      }
+      ++right;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(right == 2);
+  const WorkerStats stats = cluster.worker(0).stats();
+  CHECK(stats.steps == 50);
+  CHECK(stats.gradients_accepted == 50);
+  CHECK(stats.bytes_pushed == 50 * kElements * sizeof(float));
+  CHECK(stats.bytes_pulled == 50 * kElements * sizeof(float));
+  CHECK(stats.last_step == 50);
+  CHECK(cluster.worker(0).in_flight() == 0);
+}
+
+TEST_CASE("an exchange may return into the buffer it came from") {
+  Cluster cluster(1, 1, striped(3000, 1));
+  for (int64_t step = 0; step < 10; ++step) {
+    std::vector<float> buffer = pattern(3000, 0, step);
+    Call call;
+    call.start(cluster.worker(0), OperationKind::kExchange, step, &buffer, &buffer);
+    CHECK(call.wait().ok());
+    CHECK(buffer == pattern(3000, 0, step));
+  }
+}
+
+TEST_CASE("push returns when the source is free, pull when the answers are there") {
+  Cluster cluster(2, 1, striped(3000, 2));
+  for (int64_t step = 0; step < 10; ++step) {
+    std::vector<float> source = pattern(3000, 0, step);
+    Call push;
+    push.start(cluster.worker(0), OperationKind::kPush, step, &source, nullptr);
+    REQUIRE(push.wait().ok());
+    std::fill(source.begin(), source.end(), -1.0f);
+    std::vector<float> target(3000);
+    Call pull;
+    pull.start(cluster.worker(0), OperationKind::kPull, step, nullptr, &target);
+    REQUIRE(pull.wait().ok());
+    CHECK(target == pattern(3000, 0, step));
+  }
+  CHECK(cluster.worker(0).stats().steps == 10);
+}
+
+TEST_CASE("a pull without its push, and a push before the last pull, are refused") {
+  Cluster cluster(1, 1, striped(300, 1));
+  std::vector<float> buffer(300);
+  Call early;
+  early.start(cluster.worker(0), OperationKind::kPull, 0, nullptr, &buffer);
+  CHECK(early.wait().code() == Code::kInvalidArgument);
+  Call push;
+  push.start(cluster.worker(0), OperationKind::kPush, 0, &buffer, nullptr);
+  CHECK(push.wait().ok());
+  Call again;
+  again.start(cluster.worker(0), OperationKind::kPush, 1, &buffer, nullptr);
+  CHECK(again.wait().code() == Code::kInvalidArgument);
+  Call pull;
+  pull.start(cluster.worker(0), OperationKind::kPull, 0, nullptr, &buffer);
+  CHECK(pull.wait().ok());
+}
+
+TEST_CASE("a step that was aggregated already is stale, and counted") {
+  Cluster cluster(1, 1, striped(3000, 1));
+  std::vector<float> buffer(3000, 1.0f);
+  for (int64_t step : {0, 1}) {
+    Call call;
+    call.start(cluster.worker(0), OperationKind::kExchange, step, &buffer, &buffer);
+    CHECK(call.wait().ok());
+  }
+  Call stale;
+  stale.start(cluster.worker(0), OperationKind::kExchange, 0, &buffer, &buffer);
+  CHECK(stale.wait().code() == Code::kStale);
+  CHECK(cluster.worker(0).stats().gradients_dropped == 1);
+  Call next;
+  next.start(cluster.worker(0), OperationKind::kExchange, 2, &buffer, &buffer);
+  CHECK(next.wait().ok());
+}
+
+TEST_CASE("two steps of one model at once are refused, the first goes on") {
+  Cluster cluster(1, 2, striped(300, 1));
+  std::vector<float> a(300, 1.0f), b(300, 3.0f), result(300), other(300);
+  Call first, second;
+  first.start(cluster.worker(0), OperationKind::kExchange, 0, &a, &result);
+  second.start(cluster.worker(0), OperationKind::kExchange, 0, &a, &other);
+  CHECK(second.wait().code() == Code::kInvalidArgument);
+  Call peer;
+  peer.start(cluster.worker(1), OperationKind::kExchange, 0, &b, &other);
+  CHECK(first.wait().ok());
+  CHECK(peer.wait().ok());
+  CHECK(result[0] == 2.0f);
+}
+
+TEST_CASE("what waits names its server, step and stage, and ends with the reason given") {
+  Cluster cluster(2, 2, striped(3000, 2));
+  std::vector<float> buffer(3000, 1.0f);
+  Call call;
+  call.start(cluster.worker(0), OperationKind::kExchange, 0, &buffer, &buffer);
+  CHECK_FALSE(call.ended());
+  const std::vector<Pending> pending = cluster.worker(0).pending(100);
+  CHECK(pending.size() == 12);
+  CHECK(pending[0].step == 0);
+  cluster.worker(0).fail(Status(Code::kPeerFailed, "worker 1 died"));
+  const Status status = call.wait();
+  CHECK(status.code() == Code::kPeerFailed);
+  CHECK(status.message() == "worker 1 died");
+  Call later;
+  later.start(cluster.worker(0), OperationKind::kExchange, 0, &buffer, &buffer);
+  CHECK(later.wait().message() == "worker 1 died");
+  cluster.worker(0).fail(Status(Code::kInternal, "too late"));
+  CHECK(cluster.worker(0).status().message() == "worker 1 died");
+}
+
+TEST_CASE("closing ends what waits; interrupting does too") {
+  for (const bool interrupt : {false, true}) {
+    Cluster cluster(1, 2, striped(3000, 1));
+    std::vector<float> buffer(3000, 1.0f);
+    Call call;
+    call.start(cluster.worker(0), OperationKind::kExchange, 0, &buffer, &buffer);
+    if (interrupt) {
+      cluster.worker(0).interrupt();
+    } else {
+      cluster.worker(0).close();
+    }
+    CHECK(call.wait().code() == Code::kCancelled);
+  }
+}
+
+TEST_CASE("a lost server is noticed at once") {
+  Cluster cluster(1, 1, striped(300, 1));
+  std::thread closer([&cluster] { cluster.server(0).close(); });
+  CHECK(cluster.worker(0).wait_failure(kTimeoutMs));
+  closer.join();
+  CHECK(cluster.worker(0).status().message().find("server 0") != std::string::npos);
+}
+
+TEST_CASE("the chief's parameters reach everybody, and the update's result comes back") {
+  Cluster cluster(1, 2, striped(3000, 1, FlowMode::kUpdate));
+  const std::vector<float> start = pattern(3000, 5, 0);
+  std::vector<float> chief(3000), other(3000);
+  Call init, fetch;
+  fetch.start(cluster.worker(1), OperationKind::kFetch, 0, nullptr, &other);
+  init.start(cluster.worker(0), OperationKind::kInit, 0, &start, &chief);
+  ServerEvent event = cluster.server(0).wait_event(kTimeoutMs);
+  REQUIRE(event.kind == ServerEvent::Kind::kInitialised);
+  REQUIRE(cluster.server(0).publish(0, 0).ok());
+  CHECK(init.wait().ok());
+  CHECK(fetch.wait().ok());
+  CHECK(chief == start);
+  CHECK(other == start);
+
+  std::vector<float> one(3000, 1.0f), three(3000, 3.0f);
+  Call a, b;
+  a.start(cluster.worker(0), OperationKind::kExchange, 0, &one, &chief);
+  b.start(cluster.worker(1), OperationKind::kExchange, 0, &three, &other);
+  event = cluster.server(0).wait_event(kTimeoutMs);
+  REQUIRE(event.kind == ServerEvent::Kind::kStepReady);
+  auto gradient = cluster.server(0).gradient(0, 0);
+  auto parameters = cluster.server(0).parameters(0, 0);
+  REQUIRE(gradient.ok());
+  REQUIRE(parameters.ok());
+  const auto* mean = reinterpret_cast<const float*>(gradient.value().data);
+  auto* values = reinterpret_cast<float*>(parameters.value().data);
+  for (size_t i = 0; i < 3000; ++i) values[i] -= 0.5f * mean[i];
+  REQUIRE(cluster.server(0).publish(0, 1).ok());
+  CHECK(a.wait().ok());
+  CHECK(b.wait().ok());
+  CHECK(chief == other);
+  for (size_t i = 0; i < 3000; ++i) REQUIRE(chief[i] == start[i] - 1.0f);
+}
+
+TEST_CASE("a flow without elements is done at once") {
+  FlowSpec spec;
+  spec.mode = FlowMode::kAverage;
+  spec.leaves.push_back({DType::kFloat32, 0});
+  Cluster cluster(1, 2, spec);
+  std::vector<float> nothing;
+  Call call;
+  call.start(cluster.worker(0), OperationKind::kExchange, 0, &nothing, &nothing);
+  CHECK(call.wait().ok());
+}
+
+TEST_CASE("callbacks that wait for each other never share a thread") {
+  Completer completer("test-done");
+  constexpr int kTasks = 8;
+  std::mutex lock;
+  std::condition_variable changed;
+  int arrived = 0;
+  bool all = true;
+  for (int i = 0; i < kTasks; ++i) {
+    completer.run([&] {
+      std::unique_lock guard(lock);
+      ++arrived;
+      changed.notify_all();
+      if (!changed.wait_for(guard, std::chrono::milliseconds(kTimeoutMs),
+                            [&] { return arrived == kTasks; })) {
+        all = false;
+      }
+    });
+  }
+  completer.close();
+  CHECK(arrived == kTasks);
+  CHECK(all);
+}
+
+}  // namespace
+}  // namespace jaxrdma
