@@ -147,14 +147,14 @@ class Report:
         self._task = self._bar.add_task("", total=steps, epoch=1, loss="")
         self._steps = self._epoch = 0
         self._begin = self._end = 0.0
-        self._loss: Any = None
+        self._losses: list[jax.Array] = []  # of the epoch
 
     def __enter__(self) -> "Report":
         self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._loss is not None:
+        if kind is None and self._losses:
             self._line()
             self._end = time.perf_counter()
         self._bar.stop()
@@ -164,7 +164,7 @@ class Report:
         if epoch != self._epoch:
             self._line()
             self._epoch = epoch
-        self._loss = loss
+        self._losses.append(loss)
         self._steps += 1
         if self._steps == 1:  # the first one compiles: it is left out of the time per step
             loss.block_until_ready()
@@ -172,7 +172,10 @@ class Report:
         self._bar.advance(self._task)
 
     def _line(self) -> None:
-        loss = f"{float(self._loss):.4f}"  # waits for the last step of the epoch
+        loss = (
+            f"{np.mean(jax.device_get(self._losses)):.4f}"  # waits for the last step of the epoch
+        )
+        self._losses.clear()
         self._bar.update(self._task, epoch=self._epoch + 1, loss=loss)
         if not self._console.is_terminal:
             self._console.print(f"epoch {self._epoch + 1:2}  step {self._steps:4}  loss {loss}")

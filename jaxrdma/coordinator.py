@@ -85,7 +85,7 @@ class _Member:
 
     @property
     def last(self) -> str:
-        return f"last at step {self.step}" if self.step >= 0 else "before its first step"
+        return f"last at step {self.step}" if self.step >= 0 else "with no step reported yet"
 
 
 @dataclass

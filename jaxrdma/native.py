@@ -1,7 +1,7 @@
 """Between Python and the native module: statuses to exceptions, plans to flow specs."""
 
 import math
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from jaxrdma import _native, errors
 from jaxrdma.plan import Plan
@@ -32,12 +32,10 @@ def raise_for(result: T | _native.Status) -> T:
 
     **Raises:** the exception of the status's code.
     """
-    if not isinstance(result, _native.Status):
-        return result
-    status: _native.Status = result
-    if not status.ok:
-        raise native_error(status)
-    return result
+    if isinstance(result, _native.Status) and not result.ok:
+        raise native_error(result)
+    # A status that is ok stands for itself: T is Status then.
+    return cast(T, result)
 
 
 def flow_spec(flow: int, mode: str, plan: Plan) -> _native.FlowSpec:

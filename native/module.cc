@@ -310,6 +310,8 @@ void bind_server(nb::module_& m) {
 }  // namespace jaxrdma
 
 NB_MODULE(_native, m) {
+  // A program that ends by an exception leaves whatever its frames hold; that is no news to its user.
+  nb::set_leak_warnings(false);
   m.doc() = "The native engines of jaxrdma. Not a public interface.";
   jaxrdma::bind_common(m);
   jaxrdma::bind_worker(m);

@@ -36,7 +36,7 @@ def check_is_quiet(output: str) -> None:
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("blocked", "size"),
-    [("in-a-step", 64), ("in-a-step", 256), ("computing", 64)],
+    [("in-a-step", 8), ("in-a-step", 256), ("computing", 8)],
     ids=["in-a-call", "in-a-wait", "computing"],
 )
 def test_a_worker_ends_by_keyboard_interrupt(
@@ -70,7 +70,7 @@ def test_a_worker_ends_by_keyboard_interrupt(
 def test_interrupting_the_launcher_ends_everything(
     no_leftovers: None, terminal: bool, deeds: list[str]
 ) -> None:
-    with _launched(64 if terminal else 256, deeds, terminal) as job:
+    with _launched(8 if terminal else 256, deeds, terminal) as job:
         job.read_until(
             r"^worker 0 +\| step 5", r"^worker 1 +\| " + ("sleeping" if deeds else "step 5")
         )
@@ -122,7 +122,9 @@ class _Launched:
     def read_until(self, *patterns: str) -> None:
         deadline = time.monotonic() + 60
         while not all(re.search(pattern, self.output(), re.MULTILINE) for pattern in patterns):
-            assert self._read(0.1) or (self.process.poll() is None and time.monotonic() < deadline), self.output()
+            assert self._read(0.1) or (
+                self.process.poll() is None and time.monotonic() < deadline
+            ), self.output()
 
     def interrupt(self) -> None:
         if self._terminal:

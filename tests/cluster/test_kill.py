@@ -15,7 +15,7 @@ VICTIMS = {"worker": "worker 1", "server": "server 0", "coordinator": "coordinat
 
 def kill_at_random_step(job: Job, victim: str, chance: random.Random) -> float:
     """Kills one process of a training job with SIGKILL; the seconds until all others had ended as they should."""
-    job.start("steps.py", chance.choice((64, 256)))
+    job.start("steps.py", chance.choice((8, 256)))
     # The coordinator and servers print no steps; the workers go along with them.
     worker = victim if victim.startswith("worker") else "worker 0"
     job.wait_for_output(worker, f"step {chance.randrange(1, 200)}\n")
@@ -37,7 +37,7 @@ def test_the_death_of_a_process_is_named_by_all_others(
 
 @pytest.mark.timeout(110)
 def test_a_worker_that_stands_still_is_called_silent(make_job: Callable[..., Job]) -> None:
-    job = make_job(1, 2, heartbeat_timeout=3).start("steps.py", 64)
+    job = make_job(1, 2, heartbeat_timeout=3).start("steps.py", 8)
     job.wait_for_output("worker 1", "step 3\n")
     job.kill("worker 1", signal.SIGSTOP)
     check_all_name(job, "worker 1 .*silent for", SECONDS, ["worker 0", "server 0", "coordinator"])
@@ -49,7 +49,7 @@ def test_a_worker_that_stands_still_is_called_silent(make_job: Callable[..., Job
 
 @pytest.mark.timeout(110)
 def test_an_exception_of_one_worker_reaches_all(make_job: Callable[..., Job]) -> None:
-    job = make_job(1, 2).start("steps.py", 64, "1:5:raise")
+    job = make_job(1, 2).start("steps.py", 8, "1:5:raise")
     job.wait_for_output("worker 1", "step 4\n")
     cause = "worker 1 .*raised: ValueError: the loss is not a number"
     check_all_name(job, cause, SECONDS, ["worker 0", "server 0", "coordinator"])
@@ -69,7 +69,7 @@ def test_an_exception_of_one_worker_reaches_all(make_job: Callable[..., Job]) ->
 def test_an_early_exit_of_one_worker_is_an_error_of_the_others(
     make_job: Callable[..., Job], way: str, cause: str
 ) -> None:
-    job = make_job(1, 2).start("steps.py", 64, f"1:5:{way}")
+    job = make_job(1, 2).start("steps.py", 8, f"1:5:{way}")
     job.wait_for_output("worker 1", "step 4\n")
     check_all_name(job, cause, SECONDS, ["worker 0", "server 0", "coordinator"])
     assert job.wait(SECONDS, ["worker 1"])["worker 1"] == 3
@@ -78,7 +78,7 @@ def test_an_early_exit_of_one_worker_is_an_error_of_the_others(
 
 @pytest.mark.timeout(110)
 def test_a_worker_that_leaves_early_strands_nobody_for_ever(make_job: Callable[..., Job]) -> None:
-    job = make_job(1, 2).start("steps.py", 64, "1:5:leave")
+    job = make_job(1, 2).start("steps.py", 8, "1:5:leave")
     job.wait_for_output("worker 1", "left")
     check_all_name(job, "worker 1 .*left", SECONDS, ["worker 0", "server 0", "coordinator"])
     assert job.wait(1, ["worker 1"])["worker 1"] == 0

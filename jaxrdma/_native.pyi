@@ -1,0 +1,238 @@
+"""The native engines of jaxrdma. Not a public interface."""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+from typing_extensions import CapsuleType
+
+class Code(enum.Enum):
+    OK = 0
+
+    INVALID_ARGUMENT = 1
+
+    UNAVAILABLE = 2
+
+    PERMISSION_DENIED = 3
+
+    PROTOCOL = 4
+
+    RESOURCE = 5
+
+    STALE = 6
+
+    DEADLINE = 7
+
+    CANCELLED = 8
+
+    PEER_FAILED = 9
+
+    INTERNAL = 10
+
+class Status:
+    def __init__(self, code: Code, message: str) -> None: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def code(self) -> Code: ...
+    @property
+    def message(self) -> str: ...
+
+class DType(enum.Enum):
+    float32 = 0
+
+    float64 = 1
+
+    float16 = 2
+
+    bfloat16 = 3
+
+class FlowMode(enum.Enum):
+    AVERAGE = 0
+
+    UPDATE = 1
+
+class FlowSpec:
+    def __init__(
+        self,
+        id: int,
+        mode: FlowMode,
+        dtypes: Sequence[DType],
+        elements: Sequence[int],
+        partitions: Sequence[Sequence[int]],
+    ) -> None: ...
+    @property
+    def id(self) -> int: ...
+
+DEFAULT_SPIN_US: int = 0
+
+PROTOCOL_VERSION: int = 1
+
+TOKEN_BYTES: int = 16
+
+def stage_name(arg: int, /) -> str: ...
+
+class OperationKind(enum.Enum):
+    EXCHANGE = 0
+
+    PUSH = 1
+
+    PULL = 2
+
+    INIT = 3
+
+    FETCH = 4
+
+class Pending:
+    @property
+    def server(self) -> int: ...
+    @property
+    def flow(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def partition(self) -> int: ...
+    @property
+    def stage(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+
+class WorkerStats:
+    @property
+    def bytes_pushed(self) -> int: ...
+    @property
+    def bytes_pulled(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def gradients_accepted(self) -> int: ...
+    @property
+    def gradients_dropped(self) -> int: ...
+    @property
+    def last_step(self) -> int: ...
+
+class WorkerEngine:
+    @staticmethod
+    def create(
+        worker: int, job: str, incarnation: int, spin_us: int = 0
+    ) -> WorkerEngine | Status: ...
+    def connect(
+        self, addresses: Sequence[str], tokens: Sequence[bytes], timeout_ms: int
+    ) -> Status: ...
+    def add_flow(self, spec: FlowSpec) -> Status: ...
+    def run_operation(
+        self,
+        kind: OperationKind,
+        flow: int,
+        step: int,
+        sources: Sequence[
+            Annotated[
+                NDArray[numpy.uint8],
+                {"shape": (None,), "order": "C", "device": "cpu", "writable": False},
+            ]
+            | None
+        ],
+        targets: Sequence[
+            Annotated[NDArray[numpy.uint8], {"shape": (None,), "order": "C", "device": "cpu"}]
+            | None
+        ],
+        spec: FlowSpec,
+    ) -> Status: ...
+    def fail(self, why: Status) -> None: ...
+    def interrupt(self) -> None: ...
+    def in_flight(self) -> int: ...
+    def pending(self, limit: int = 16) -> list[Pending]: ...
+    def stats(self) -> WorkerStats: ...
+    def records(self) -> bytes: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def status(self) -> Status: ...
+    def wait_failure(self, timeout_ms: int = -1) -> bool: ...
+    def close(self) -> None: ...
+
+def register_session(session: int, engine: WorkerEngine) -> None: ...
+def forget_session(session: int) -> None: ...
+def cpu_handler() -> CapsuleType: ...
+def exception_hook(hook: Callable[..., object]) -> object: ...
+
+class ServerEvent:
+    class Kind(enum.Enum):
+        NONE = 0
+
+        INITIALISED = 1
+
+        STEP_READY = 2
+
+        WORKER_LOST = 3
+
+        VIOLATION = 4
+
+        STRANDED = 5
+
+        WOKEN = 6
+
+        CLOSED = 7
+
+    @property
+    def kind(self) -> ServerEvent.Kind: ...
+    @property
+    def flow(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def worker(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+
+class ServerStats:
+    @property
+    def bytes_pushed(self) -> int: ...
+    @property
+    def bytes_pulled(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def accepted(self) -> list[int]: ...
+    @property
+    def dropped(self) -> list[int]: ...
+    @property
+    def duplicates(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+
+class ServerEngine:
+    @staticmethod
+    def create(
+        server: int,
+        servers: int,
+        workers: int,
+        job: str,
+        listen: str,
+        partition_bytes: int,
+        slots_per_worker: int = 16,
+        reduce_threads: int = 2,
+        ordered: bool = False,
+        spin_us: int = 0,
+    ) -> ServerEngine | Status: ...
+    @property
+    def address(self) -> str: ...
+    def admit(self, worker: int, incarnation: int, token: bytes) -> Status: ...
+    def add_flow(self, spec: FlowSpec) -> Status: ...
+    def wait_event(self, timeout_ms: int = -1) -> ServerEvent: ...
+    def wake(self) -> None: ...
+    def gradient(
+        self, flow: int, leaf: int
+    ) -> Annotated[NDArray[numpy.uint8], {"shape": (None,), "device": "cpu"}] | Status: ...
+    def parameters(
+        self, flow: int, leaf: int
+    ) -> Annotated[NDArray[numpy.uint8], {"shape": (None,), "device": "cpu"}] | Status: ...
+    def publish(self, flow: int, step: int) -> Status: ...
+    def mark_left(self, worker: int) -> None: ...
+    def stats(self) -> ServerStats: ...
+    def records(self) -> bytes: ...
+    @property
+    def transport(self) -> str: ...
+    def close(self) -> None: ...

@@ -1,0 +1,126 @@
+"""The long forms of tests of this folder, with a table of what happened at the end.
+
+Usage, from any folder:
+  python tests/cluster/full.py orders    all 24 orders of starts, delays of 0 to 20 s, three jobs at a time
+  python tests/cluster/full.py kills     kill -9 of a worker, a server, the coordinator, 20 times each
+  python tests/cluster/full.py one-core  20 starts of 1000 steps on one core with one thread
+Options: --times N instead of 20 (or of all orders), --delay S instead of 20, --jobs N at a time, --seed N.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.cluster.job import Job
+from tests.cluster.test_kill import VICTIMS, kill_at_random_step
+from tests.cluster.test_one_core import train_on_one_core
+from tests.cluster.test_start import ORDERS, run_in_order
+from tests.conftest import MARK, describe, marked_processes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job to run. `run` returns what is measured, in seconds, or raises."""
+
+    group: str
+    name: str
+    run: Callable[[Job], float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    seconds: float
+    error: str
+
+
+def cases_of(what: str, times: int | None, delay: float, chance: random.Random) -> list[Case]:
+    if what == "orders":
+
+        def ordered(order: tuple[str, ...], seed: int) -> Case:
+            return Case(
+                "order",
+                ", ".join(order),
+                lambda job: run_in_order(job, order, delay, random.Random(seed)),
+            )
+
+        return [ordered(order, chance.getrandbits(32)) for order in ORDERS[:times]]
+    if what == "kills":
+
+        def killed(role: str, seed: int) -> Case:
+            return Case(
+                role,
+                VICTIMS[role],
+                lambda job: kill_at_random_step(job, VICTIMS[role], random.Random(seed)),
+            )
+
+        return [
+            killed(role, chance.getrandbits(32)) for _ in range(times or 20) for role in VICTIMS
+        ]
+
+    def one_core(number: int) -> Case:
+        threads = ("1", "8")[number % 2]
+        return Case(
+            "one core", f"PJRT_NPROC={threads}", lambda job: train_on_one_core(job, threads)
+        )
+
+    return [one_core(number) for number in range(times or 20)]
+
+
+def run(case: Case, number: int, workers: tuple[int, int]) -> Outcome:
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, Job(Path(folder) / "job", *workers) as job:
+        try:
+            seconds, error = case.run(job), ""
+        except (Exception, BaseException) as problem:  # pytest.fail raises a BaseException
+            if isinstance(problem, KeyboardInterrupt):
+                raise
+            seconds, error = time.monotonic() - begin, str(problem)
+    print(
+        f"{number:3} {case.group}: {case.name}: {'FAILED' if error else 'well'}, {seconds:.2f} s {error}",
+        flush=True,
+    )
+    return Outcome(case, seconds, error)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=["orders", "kills", "one-core"])
+    parser.add_argument("--times", type=int)
+    parser.add_argument("--delay", type=float, default=20.0)
+    parser.add_argument("--jobs", type=int)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
+    mark = os.environ[MARK] = uuid.uuid4().hex
+    cases = cases_of(args.what, args.times, args.delay, random.Random(args.seed))
+    workers = (1, 2) if args.what == "one-core" else (2, 2)
+    at_once = args.jobs or (3 if args.what == "orders" else 1)
+    with ThreadPoolExecutor(at_once) as pool:
+        outcomes = list(pool.map(lambda pair: run(pair[1], pair[0], workers), enumerate(cases)))
+    left = [describe(process) for process in marked_processes(mark)]
+    print(f"\n{'':12} {'well':>5} {'of':>4} {'median s':>9} {'longest s':>9}")
+    for group in dict.fromkeys(case.group for case in cases):
+        mine = [o for o in outcomes if o.case.group == group]
+        seconds = [o.seconds for o in mine if not o.error]
+        median, longest = (statistics.median(seconds), max(seconds)) if seconds else (0.0, 0.0)
+        print(f"{group:12} {len(seconds):5} {len(mine):4} {median:9.2f} {longest:9.2f}")
+    print(f"left behind: {', '.join(left) or 'nothing'}")
+    return 1 if left or any(o.error for o in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
