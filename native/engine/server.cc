@@ -1047,7 +1047,7 @@ void Engine::check_stranded(const Piece& piece) {
     flow.stranded = true;
     tell({ServerEvent::Kind::kStranded, flow.spec.id, piece.version, worker,
           text("worker ", worker, " left the job, but ", piece.arrived, " of ", options_.workers,
-               " workers wait for its contribution to step ", piece.version, " of flow ",
+               " workers wait for its contribution to step ", piece.version, " of model ",
                flow.spec.id, "; all workers must run the same number of steps")});
   }
 }

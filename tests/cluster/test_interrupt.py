@@ -65,6 +65,24 @@ def test_a_worker_ends_by_keyboard_interrupt(
 
 
 @pytest.mark.timeout(100)
+def test_a_worker_that_waits_for_the_start_ends_by_keyboard_interrupt(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(1, 2)
+    job.start_coordinator()
+    job.start_server(0)
+    job.start_worker(0, "steps.py", 8)
+    job.wait_for_output("worker 0", "waiting for worker 1")
+    job.kill("worker 0", signal.SIGINT)
+    job.wait_for_output("worker 0", "\nKeyboardInterrupt\n", SECONDS)
+    assert job.wait(SECONDS, ["worker 0"])["worker 0"] == -signal.SIGINT
+    check_is_quiet(job.output("worker 0"))
+    # The others do not wait for it any longer.
+    job.wait(SECONDS, ["server 0", "coordinator"])
+    assert re.search("worker 0 .*was: interrupted", job.output("server 0")), job.outputs()
+
+
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "signal"])
 @pytest.mark.parametrize("deeds", [[], ["1:5:sleep"]], ids=["stepping", "blocked"])
 def test_interrupting_the_launcher_ends_everything(

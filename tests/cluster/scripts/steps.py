@@ -1,7 +1,8 @@
 """A worker that steps a model, prints every step, and does at one step what it is told.
 
 Usage: steps.py SIZE [INDEX:STEP:DEED]... JAX runs programs of a small SIZE in the calling thread, and returns at once
-from those of a large one, such as 256. Deeds: raise, exit, exit-inside (a with block), leave, sleep; done before the step.
+from those of a large one, such as 256. Deeds, done before the step: raise, exit, exit-inside (a with block), leave,
+sleep.
 """
 
 import itertools
