@@ -53,12 +53,12 @@ nb::bytes to_bytes(const std::vector<Record>& records) {
 /// the failed call was native is still pending; in a hook of Python its handler would raise before
 /// the first line, where nothing can catch it. Here it raises in the open.
 nb::object exception_hook(nb::callable hook) {
-  return nb::cpp_function([hook = std::move(hook)](nb::object kind, nb::object error,
-                                                   nb::object trace) {
-    const bool interrupted = PyErr_CheckSignals() != 0;
-    if (interrupted) PyErr_Clear();
-    hook(std::move(kind), std::move(error), std::move(trace), interrupted);
-  });
+  return nb::cpp_function(
+      [hook = std::move(hook)](nb::object kind, nb::object error, nb::object trace) {
+        const bool interrupted = PyErr_CheckSignals() != 0;
+        if (interrupted) PyErr_Clear();
+        hook(std::move(kind), std::move(error), std::move(trace), interrupted);
+      });
 }
 
 /// Runs an operation that has no custom call around it, and sleeps until it is done.
@@ -310,7 +310,8 @@ void bind_server(nb::module_& m) {
 }  // namespace jaxrdma
 
 NB_MODULE(_native, m) {
-  // A program that ends by an exception leaves whatever its frames hold; that is no news to its user.
+  // A program that ends by an exception leaves whatever its frames hold; that is no news to its
+  // user.
   nb::set_leak_warnings(false);
   m.doc() = "The native engines of jaxrdma. Not a public interface.";
   jaxrdma::bind_common(m);
