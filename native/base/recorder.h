@@ -1,4 +1,5 @@
-/* base/recorder.h: the flight recorder: the last few thousand things that happened, kept in fixed memory. */
+/* base/recorder.h: the flight recorder: the last few thousand things that happened, kept in fixed
+ * memory. */
 #pragma once
 
 #include <atomic>
@@ -13,7 +14,8 @@ enum class Stage : uint8_t {
   kQueued = 0,     ///< known to the engine, not yet given to the fabric
   kPosted = 1,     ///< given to the fabric
   kCompleted = 2,  ///< the fabric is done with the source
-  kConsumed = 3,   ///< the answer is in the result buffer (worker); the contribution is in the sum (server)
+  kConsumed =
+      3,  ///< the answer is in the result buffer (worker); the contribution is in the sum (server)
   kLanded = 4,     ///< server: a contribution arrived
   kReduced = 5,    ///< server: all contributions are in the sum
   kPublished = 6,  ///< server: the parameters of the next step are there
@@ -21,13 +23,14 @@ enum class Stage : uint8_t {
 };
 const char* stage_name(Stage stage);
 
-/// One thing that happened. 32 bytes, handed to Python as a NumPy structured array of the same layout.
+/// One thing that happened. 32 bytes, handed to Python as a NumPy structured array of the same
+/// layout.
 struct Record {
-  int64_t time_ns;     ///< CLOCK_REALTIME
+  int64_t time_ns;  ///< CLOCK_REALTIME
   int64_t step;
   uint32_t partition;  ///< index in the plan
   uint16_t flow;
-  uint16_t peer;       ///< worker index on a server, server index on a worker
+  uint16_t peer;  ///< worker index on a server, server index on a worker
   Stage stage;
   uint8_t reserved[7];
 };

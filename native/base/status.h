@@ -1,4 +1,5 @@
-/* base/status.h: errors as values. Nothing in native/ throws across a thread, into Python or into XLA. */
+/* base/status.h: errors as values. Nothing in native/ throws across a thread, into Python or into
+ * XLA. */
 #pragma once
 
 #include <cassert>
@@ -11,16 +12,16 @@ namespace jaxrdma {
 /// What kind of failure it is; decides the Python exception class and XLA's error code.
 enum class Code {
   kOk = 0,
-  kInvalidArgument,  ///< the caller gave something impossible
-  kUnavailable,      ///< a peer cannot be reached, or was lost
-  kPermissionDenied, ///< wrong token, job, version or incarnation
-  kProtocol,         ///< a peer sent bytes that break the protocol
-  kResource,         ///< the operating system refused memory, descriptors, ports
-  kStale,            ///< the step was already aggregated without this contribution
-  kDeadline,         ///< a time limit passed
-  kCancelled,        ///< closed or interrupted on this side
-  kPeerFailed,       ///< another process of the job failed; the text names it
-  kInternal,         ///< a bug of ours
+  kInvalidArgument,   ///< the caller gave something impossible
+  kUnavailable,       ///< a peer cannot be reached, or was lost
+  kPermissionDenied,  ///< wrong token, job, version or incarnation
+  kProtocol,          ///< a peer sent bytes that break the protocol
+  kResource,          ///< the operating system refused memory, descriptors, ports
+  kStale,             ///< the step was already aggregated without this contribution
+  kDeadline,          ///< a time limit passed
+  kCancelled,         ///< closed or interrupted on this side
+  kPeerFailed,        ///< another process of the job failed; the text names it
+  kInternal,          ///< a bug of ours
 };
 
 /// Success, or a code and one sentence saying who, what was expected, what came, what to try.
@@ -42,8 +43,8 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}              // NOLINT: implicit by design
-  Result(Status status) : value_(std::move(status)) {        // NOLINT: implicit by design
+  Result(T value) : value_(std::move(value)) {}        // NOLINT: implicit by design
+  Result(Status status) : value_(std::move(status)) {  // NOLINT: implicit by design
     assert(!std::get<Status>(value_).ok());
   }
 

@@ -1,4 +1,5 @@
-/* engine/flow.h: a flow is one set of leaves that is pushed and pulled together: one model of one session. */
+/* engine/flow.h: a flow is one set of leaves that is pushed and pulled together: one model of one
+ * session. */
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,8 @@
 
 namespace jaxrdma {
 
-/// Element types that can be summed. 16-bit types are summed in fp32, the others in their own precision.
+/// Element types that can be summed. 16-bit types are summed in fp32, the others in their own
+/// precision.
 enum class DType : uint8_t { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3 };
 size_t dtype_bytes(DType dtype);
 const char* dtype_name(DType dtype);
@@ -22,7 +24,7 @@ enum class FlowMode : uint8_t {
 };
 
 struct Leaf {
-  DType dtype;        ///< of the parameter, and of what comes back
+  DType dtype;  ///< of the parameter, and of what comes back
   uint64_t elements;
 };
 
@@ -34,7 +36,8 @@ struct Partition {
   uint64_t elements;  ///< more than 0
 };
 
-/// The native half of a plan: computed in Python alike on every process (jaxrdma/plan.py), checked here once.
+/// The native half of a plan: computed in Python alike on every process (jaxrdma/plan.py), checked
+/// here once.
 struct FlowSpec {
   uint16_t id = 0;
   FlowMode mode = FlowMode::kUpdate;
@@ -42,8 +45,9 @@ struct FlowSpec {
   std::vector<Partition> partitions;  ///< in the order in which they are pushed
 };
 
-/// Refuses a spec whose partitions leave their leaf, overlap, miss a piece, are empty, name no server below `servers`,
-/// or do not fit a landing slot of `slot_payload_bytes` in their widest gradient type.
+/// Refuses a spec whose partitions leave their leaf, overlap, miss a piece, are empty, name no
+/// server below `servers`, or do not fit a landing slot of `slot_payload_bytes` in their widest
+/// gradient type.
 Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_bytes);
 
 }  // namespace jaxrdma

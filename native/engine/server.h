@@ -1,8 +1,8 @@
 /* engine/server.h: the server's engine: landing slots, fp32 reduction, and what goes back.
 
-   Threads. One progress thread, `reduce_threads` reducing threads; Python calls from threads of its own. Lock order:
-   progress lock, then event lock. Reducing runs without any lock: a partition in the hands of a reducing thread is
-   marked busy. */
+   Threads. One progress thread, `reduce_threads` reducing threads; Python calls from threads of its
+   own. Lock order: progress lock, then event lock. Reducing runs without any lock: a partition in
+   the hands of a reducing thread is marked busy. */
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 namespace jaxrdma {
 
 struct ServerOptions {
-  uint32_t server = 0;   ///< index of this server
+  uint32_t server = 0;  ///< index of this server
   uint32_t servers = 1;
   uint32_t workers = 1;  ///< replicas in the mean
   std::string job;
@@ -36,7 +36,8 @@ struct ServerOptions {
 struct ServerEvent {
   enum class Kind : uint8_t {
     kNone = 0,
-    kInitialised = 1,  ///< all of the chief's parameters of `flow` have landed: run the update's init, then publish
+    kInitialised = 1,  ///< all of the chief's parameters of `flow` have landed: run the update's
+                       ///< init, then publish
     kStepReady = 2,    ///< every mean of `flow` at `step` is there: run the update, then publish
     kWorkerLost = 3,   ///< the data connection of `worker` ended without its having left
     kViolation = 4,    ///< `worker` broke the protocol and was disconnected
@@ -61,11 +62,11 @@ struct LeafShard {
 struct ServerStats {
   uint64_t bytes_pushed = 0;
   uint64_t bytes_pulled = 0;
-  uint64_t steps = 0;           ///< whole steps published, over all flows
+  uint64_t steps = 0;              ///< whole steps published, over all flows
   std::vector<uint64_t> accepted;  ///< per worker: whole gradients in a mean
   std::vector<uint64_t> dropped;   ///< per worker: stale pushes, in partitions
-  uint64_t duplicates = 0;      ///< partitions that came twice
-  uint64_t refused = 0;         ///< connections turned away
+  uint64_t duplicates = 0;         ///< partitions that came twice
+  uint64_t refused = 0;            ///< connections turned away
 };
 
 class ServerEngine {
@@ -74,7 +75,8 @@ class ServerEngine {
   virtual ~ServerEngine() = default;
 
   virtual const std::string& address() const = 0;
-  /// From now on a worker with this index, incarnation and token may connect; an older incarnation no more.
+  /// From now on a worker with this index, incarnation and token may connect; an older incarnation
+  /// no more.
   virtual Status admit(uint32_t worker, uint64_t incarnation, std::vector<std::byte> token) = 0;
   virtual Status add_flow(FlowSpec spec) = 0;
 
@@ -89,7 +91,8 @@ class ServerEngine {
   /// The parameters are those of `step`: answers everybody who waits for them.
   virtual Status publish(uint16_t flow, int64_t step) = 0;
 
-  /// `worker` has closed its session in good order: its connection may end, and steps that need it are stranded.
+  /// `worker` has closed its session in good order: its connection may end, and steps that need it
+  /// are stranded.
   virtual void mark_left(uint32_t worker) = 0;
   virtual ServerStats stats() const = 0;
   virtual std::vector<Record> records() const = 0;

@@ -1,8 +1,9 @@
 /* engine/wire.h: what the two engines say to each other over a fabric.
 
-   A worker writes into landing slots of the server; each write is one header and its payload, and the immediate names
-   the slot. The server writes results to the address that the header gave, and the immediate carries the worker's tag.
-   All integers are little-endian; the project does not run on big-endian machines (asserted). */
+   A worker writes into landing slots of the server; each write is one header and its payload, and
+   the immediate names the slot. The server writes results to the address that the header gave, and
+   the immediate carries the worker's tag. All integers are little-endian; the project does not run
+   on big-endian machines (asserted). */
 #pragma once
 
 #include <bit>
@@ -21,7 +22,8 @@ inline constexpr uint32_t kHeaderMagic = 0x5344524a;  // "JRDS"
 enum class Kind : uint8_t {
   kPush = 1,  ///< a gradient partition; the answer is the partition of step + 1
   kPull = 2,  ///< no payload; the answer is the partition as soon as it has reached `step`
-  kInit = 3,  ///< a parameter partition of the start, from the chief; the answer is the partition at `step`
+  kInit = 3,  ///< a parameter partition of the start, from the chief; the answer is the partition
+              ///< at `step`
 };
 
 /// Lies at the beginning of a landing slot. The payload follows at once.
@@ -30,20 +32,21 @@ struct Header {
   uint16_t version;
   uint16_t flow;
   Kind kind;
-  uint8_t dtype;         ///< of the payload
+  uint8_t dtype;  ///< of the payload
   uint16_t reserved0;
-  uint32_t partition;    ///< index in the plan
+  uint32_t partition;  ///< index in the plan
   int64_t step;
   uint64_t incarnation;  ///< of the worker
   uint64_t bytes;        ///< of the payload
   uint64_t reply_address;
   uint32_t reply_key;
-  uint32_t reply_tag;    ///< comes back in the immediate of the answer, 24 bits
+  uint32_t reply_tag;  ///< comes back in the immediate of the answer, 24 bits
   uint64_t reserved1;
 };
 static_assert(sizeof(Header) == 64);
 
-/// Immediates. Towards the server: the slot. Towards the worker: what it is, and of which slot or request.
+/// Immediates. Towards the server: the slot. Towards the worker: what it is, and of which slot or
+/// request.
 enum class Answer : uint8_t {
   kResult = 1,  ///< the partition is in place; low bits: tag
   kCredit = 2,  ///< the slot may be written again; low bits: slot
@@ -55,10 +58,13 @@ inline constexpr uint32_t kTagMask = (1u << kTagBits) - 1;
 constexpr fabric::Immediate answer(Answer what, uint32_t tag) {
   return (static_cast<uint32_t>(what) << kTagBits) | (tag & kTagMask);
 }
-constexpr Answer answer_kind(fabric::Immediate immediate) { return static_cast<Answer>(immediate >> kTagBits); }
+constexpr Answer answer_kind(fabric::Immediate immediate) {
+  return static_cast<Answer>(immediate >> kTagBits);
+}
 constexpr uint32_t answer_tag(fabric::Immediate immediate) { return immediate & kTagMask; }
 
-/// The payload of the server's hello: where the worker may write. Slot i is [address + i*stride, +stride).
+/// The payload of the server's hello: where the worker may write. Slot i is [address + i*stride,
+/// +stride).
 struct LandingGrant {
   uint64_t address;
   uint64_t slot_stride;  ///< bytes, header included

@@ -1,13 +1,15 @@
-/* fabric/fabric.h: what every transport offers: registered memory, and reliable one-sided writes that tell the
-   receiver.
+/* fabric/fabric.h: what every transport offers: registered memory, and reliable one-sided writes
+   that tell the receiver.
 
-   The face is that of RDMA verbs. A process registers memory and gives remote keys to its peers; a peer writes into
-   that memory and delivers a 32-bit immediate once all of the data is visible; completions say when a write's source
-   may be reused and when a peer's write has arrived. Nobody polls memory. The fabric knows nothing of parameters.
+   The face is that of RDMA verbs. A process registers memory and gives remote keys to its peers; a
+   peer writes into that memory and delivers a 32-bit immediate once all of the data is visible;
+   completions say when a write's source may be reused and when a peer's write has arrived. Nobody
+   polls memory. The fabric knows nothing of parameters.
 
-   Threads. A fabric has one owner, which serialises every call on the fabric and its endpoints by a lock of its own
-   (the engine's progress lock). The exceptions: `wait` is called by the progress thread without that lock, so that
-   others may post while it sleeps; `wake` is called by anybody. No call but `wait` blocks. */
+   Threads. A fabric has one owner, which serialises every call on the fabric and its endpoints by a
+   lock of its own (the engine's progress lock). The exceptions: `wait` is called by the progress
+   thread without that lock, so that others may post while it sleeps; `wake` is called by anybody.
+   No call but `wait` blocks. */
 #pragma once
 
 #include <cstddef>
@@ -31,8 +33,8 @@ using EndpointId = uint32_t;  ///< never reused within one fabric
 enum class Access : uint8_t { kLocal = 0, kRemoteWrite = 1, kRemoteRead = 2, kRemoteReadWrite = 3 };
 
 /// Memory that the fabric may read from and, with remote access, that peers may write to.
-/// Destroying it withdraws the remote key; the memory itself belongs to the caller and must outlive it, and must not
-/// be the source of a write that has not completed.
+/// Destroying it withdraws the remote key; the memory itself belongs to the caller and must outlive
+/// it, and must not be the source of a write that has not completed.
 class MemoryRegion {
  public:
   virtual ~MemoryRegion() = default;
@@ -62,17 +64,17 @@ struct RemoteSlice {
   uint32_t key;
 };
 
-/// The first thing each side says on a data connection. Everything but the names is compared before anything else is
-/// believed; the token, issued by the control plane, in constant time.
+/// The first thing each side says on a data connection. Everything but the names is compared before
+/// anything else is believed; the token, issued by the control plane, in constant time.
 struct Hello {
   static constexpr size_t kTokenBytes = 16;
-  std::string job;              ///< the job's id, at most 64 bytes
+  std::string job;  ///< the job's id, at most 64 bytes
   uint16_t protocol_version = 0;
-  uint32_t worker = 0;          ///< index of the connecting worker
-  uint64_t incarnation = 0;     ///< of the connecting worker
-  std::vector<std::byte> token; ///< kTokenBytes
-  /// Opaque to the fabric, at most 4 KiB: what the engines must know of each other before the first write. The accepting
-  /// side fills in its own in the reply.
+  uint32_t worker = 0;           ///< index of the connecting worker
+  uint64_t incarnation = 0;      ///< of the connecting worker
+  std::vector<std::byte> token;  ///< kTokenBytes
+  /// Opaque to the fabric, at most 4 KiB: what the engines must know of each other before the first
+  /// write. The accepting side fills in its own in the reply.
   std::vector<std::byte> payload;
 };
 
@@ -82,8 +84,9 @@ struct Event {
     kConnected,     ///< hello accepted on both sides; `hello` is the peer's; writes may be posted
     kDisconnected,  ///< the endpoint is dead; `status` says why; it has no events after this one
     kWriteDone,     ///< the source of write `request` may be reused (says nothing of the peer)
-    kReceived,      ///< a peer's write of `bytes` bytes is visible in local memory; `immediate` is what came with it
-    kCredits,       ///< credits() of this endpoint went from 0 to more
+    kReceived,  ///< a peer's write of `bytes` bytes is visible in local memory; `immediate` is what
+                ///< came with it
+    kCredits,   ///< credits() of this endpoint went from 0 to more
   };
   Kind kind;
   EndpointId endpoint;
@@ -102,22 +105,25 @@ class Endpoint {
   /// Address of the peer, as people read it ("127.0.0.1:40112").
   virtual const std::string& peer_address() const = 0;
 
-  /// Writes the concatenation of `local` (at most kMaxSlices) to `remote` and delivers `immediate` to the peer once all
-  /// of it is visible there. The slices' memory must stay untouched until kWriteDone with `request`. Needs a credit and
-  /// takes one. Never blocks. 0 bytes in total are legal: only the immediate is delivered, `remote` is not looked at.
-  /// Writes of one endpoint arrive in the order posted.
-  virtual Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate, RequestId request) = 0;
+  /// Writes the concatenation of `local` (at most kMaxSlices) to `remote` and delivers `immediate`
+  /// to the peer once all of it is visible there. The slices' memory must stay untouched until
+  /// kWriteDone with `request`. Needs a credit and takes one. Never blocks. 0 bytes in total are
+  /// legal: only the immediate is delivered, `remote` is not looked at. Writes of one endpoint
+  /// arrive in the order posted.
+  virtual Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
+                       RequestId request) = 0;
   static constexpr size_t kMaxSlices = 4;
 
   /// How many writes the peer is ready to receive now.
   virtual size_t credits() const = 0;
-  /// Gives the peer back `count` credits: as many received writes have been dealt with here. (verbs: receives re-posted.)
+  /// Gives the peer back `count` credits: as many received writes have been dealt with here.
+  /// (verbs: receives re-posted.)
   virtual void release(size_t count) = 0;
   /// Writes posted whose kWriteDone has not been delivered.
   virtual size_t outstanding() const = 0;
 
-  /// Ends the connection, with kDisconnected to follow, after what was posted before is sent if `flush`, bounded by
-  /// the fabric's close_timeout_ms. Idempotent.
+  /// Ends the connection, with kDisconnected to follow, after what was posted before is sent if
+  /// `flush`, bounded by the fabric's close_timeout_ms. Idempotent.
   virtual void close(Status why, bool flush) = 0;
 
   virtual uint64_t bytes_sent() const = 0;      ///< payload only
@@ -125,7 +131,8 @@ class Endpoint {
 };
 
 struct Options {
-  /// Writes that a peer may have in flight towards one of our endpoints. Told to the peer in the hello.
+  /// Writes that a peer may have in flight towards one of our endpoints. Told to the peer in the
+  /// hello.
   uint32_t receive_depth = 4096;
   /// A connection that has not finished its hello after this is dropped.
   int hello_timeout_ms = 5000;
@@ -134,8 +141,8 @@ struct Options {
   uint32_t max_pending_hellos = 64;
 };
 
-/// Decides about a Hello on the accepting side: the reply's payload, or why not. Called inside `poll`. The text of a
-/// refusal goes to the peer.
+/// Decides about a Hello on the accepting side: the reply's payload, or why not. Called inside
+/// `poll`. The text of a refusal goes to the peer.
 using Gatekeeper = std::function<Result<std::vector<std::byte>>(const Hello&)>;
 
 /// One transport in one process: memory, endpoints and their completions.
@@ -145,23 +152,29 @@ class Fabric {
   virtual const char* name() const = 0;  ///< "tcp", "verbs", "shm"
 
   /// Makes [data, data+bytes) usable as a source and, by `access`, as a target of peers. bytes > 0.
-  virtual Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes, Access access) = 0;
-  /// True where registering costs next to nothing, so that buffers owned by others can be registered for one transfer;
-  /// false where memory should be registered once and data copied in and out of it.
+  virtual Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes,
+                                                                Access access) = 0;
+  /// True where registering costs next to nothing, so that buffers owned by others can be
+  /// registered for one transfer; false where memory should be registered once and data copied in
+  /// and out of it.
   virtual bool registration_is_cheap() const = 0;
 
-  /// Starts to accept peers at `address` ("host:port", "[::1]:port", port 0 = any free one); returns the real address.
+  /// Starts to accept peers at `address` ("host:port", "[::1]:port", port 0 = any free one);
+  /// returns the real address.
   virtual Result<std::string> listen(const std::string& address, Gatekeeper gatekeeper) = 0;
-  /// Starts to connect to a peer that listens at `address`; kConnected or kDisconnected follows within `timeout_ms`.
-  /// A refused or unreachable connection is retried until then: peers start in any order.
-  virtual Result<EndpointId> connect(const std::string& address, const Hello& hello, int timeout_ms) = 0;
+  /// Starts to connect to a peer that listens at `address`; kConnected or kDisconnected follows
+  /// within `timeout_ms`. A refused or unreachable connection is retried until then: peers start in
+  /// any order.
+  virtual Result<EndpointId> connect(const std::string& address, const Hello& hello,
+                                     int timeout_ms) = 0;
   /// nullptr once kDisconnected has been delivered.
   virtual Endpoint* endpoint(EndpointId id) = 0;
 
-  /// Moves data without blocking, and appends what happened to `events`. Bounded work per call. Returns whether
-  /// anything moved.
+  /// Moves data without blocking, and appends what happened to `events`. Bounded work per call.
+  /// Returns whether anything moved.
   virtual bool poll(std::vector<Event>& events) = 0;
-  /// Sleeps until `poll` may have something to do, `wake` is called, or `timeout_ms` has passed (-1: no limit).
+  /// Sleeps until `poll` may have something to do, `wake` is called, or `timeout_ms` has passed
+  /// (-1: no limit).
   virtual void wait(int timeout_ms) = 0;
   virtual void wake() = 0;
 };
