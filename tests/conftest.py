@@ -1,6 +1,7 @@
 """What all tests share: JAX on the CPU, and the promise that nothing is left behind."""
 
 import os
+import signal
 import threading
 import time
 import uuid
@@ -15,6 +16,9 @@ from tests.cluster.job import Job
 
 # Before anything imports JAX. Tests on an accelerator say so themselves.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A shell starts what runs in its background with SIGINT ignored, and every child would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GRACE_S = 5.0  # for what is ending already: a process to be reaped, a thread to return
 

@@ -383,6 +383,8 @@ def test_a_killed_worker_is_seen_although_its_forked_child_lives(cluster):
             os.kill(int(child), signal.SIGKILL)
 
 
+# JAX, if an earlier test loaded it, warns of every fork; its warning is an error inside its own hook.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_forked_child_does_not_disturb_its_parent(cluster):
     cluster.start_coordinator()
     worker, server = cluster.join("w0", "s0")

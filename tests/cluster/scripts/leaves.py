@@ -121,7 +121,7 @@ def main() -> None:
     with jaxrdma.connect() as session:
         for name, make in cases(int(sys.argv[1])).items():
             check(session, name, make())
-        weights = {"w": jnp.ones((40,))}
+        weights = {"w": jnp.ones((40,), jnp.float32)}
         check(session, "bfloat16 gradients of float32", weights, "bfloat16")
         check(session, "float16 gradients of float32", weights, "float16")
         check(
@@ -157,7 +157,7 @@ def main() -> None:
 
         state = session.init(weights, update=optax.sgd(RATE))
         wrong: dict[str, Any] = {
-            "another shape": {"w": jnp.ones((41,))},
+            "another shape": {"w": jnp.ones((41,), jnp.float32)},
             "another dtype": {"w": jnp.ones((40,), jnp.int32)},
             "another tree": {"v": jnp.ones((40,))},
         }
