@@ -201,7 +201,7 @@ class _Server:
         if agreed.mode == "update":
             from jaxrdma.update import ServerUpdate
 
-            self._updates[agreed.flow] = ServerUpdate(agreed.program or b"", self._spec.ordered)
+            self._updates[agreed.flow] = ServerUpdate(agreed.program or b"")
         self._plans[agreed.flow] = plan
         raise_for(self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan)))
         self._client.send(FlowReady(agreed.flow))

@@ -12,7 +12,6 @@ element goes through the same operations.
 import enum
 import hashlib
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -472,11 +471,8 @@ class ServerUpdate:
     afterwards; results and state are always the program's own buffers.
     """
 
-    def __init__(self, blob: bytes, ordered: bool = False) -> None:
+    def __init__(self, blob: bytes) -> None:
         """Compile the program. An empty `blob` is the program of a server that holds nothing.
-
-        `ordered`: never fuse a product and a sum into one rounding. XLA decides from the whole program
-        where it does, so the bits would depend on how leaves are spread over servers.
 
         **Raises:** `UpdateError` if this process cannot run the program.
         """
@@ -505,7 +501,6 @@ class ServerUpdate:
             _aligned(sum(pack.elements), dtype) if leaves else None
             for pack, leaves, dtype in zip(program.packs, packed, self._dtypes, strict=True)
         ]
-        options = unfused_options() if ordered else None
         try:
             with jax.enable_x64(program.x64), jax.default_device(self._device):
                 shapes = [tuple(pack.shape) for pack in program.packs]
@@ -513,9 +508,9 @@ class ServerUpdate:
                 state = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in program.state]
                 init = jax.export.deserialize(bytearray(program.init))
                 step = jax.export.deserialize(bytearray(program.step))
-                self._init = jax.jit(init.call).lower(params).compile(options)
+                self._init = jax.jit(init.call).lower(params).compile()
                 donating = jax.jit(step.call, donate_argnums=1)
-                self._step = donating.lower(params, state, params).compile(options)
+                self._step = donating.lower(params, state, params).compile()
                 # Gradients are rounded to 16 bits by a program of their own: inside the step, XLA would
                 # skip it, or choose other places to fuse a product and a sum.
                 self._narrow = [
@@ -614,14 +609,6 @@ class ServerUpdate:
         import jax
 
         return [jax.device_put(array, self._device, may_alias=True) for array in arrays]
-
-
-def unfused_options() -> "dict[str, bool | str] | None":
-    """XLA's options for a program in which every operation rounds by itself, as in NumPy.
-
-    On x86-64 the fused multiply-add came with AVX2; without it there is nothing to fuse into.
-    """
-    return {"xla_cpu_max_isa": "AVX"} if platform.machine() == "x86_64" else None
 
 
 def _avals(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> list[Any]:

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrdma.update import unfused_options
-
 OPTIMISERS = {
     "momentum": lambda: optax.sgd(0.05, momentum=0.9),
     "adam": lambda: optax.adam(0.01),
@@ -61,13 +59,11 @@ def reference(optimiser: str, workers: int, steps: int) -> Any:
     params = parameters()
     state = update.init(params)
 
-    def apply_update(params: Any, state: Any, grads: Any) -> Any:
+    @jax.jit
+    def apply(params: Any, state: Any, grads: Any) -> Any:
         updates, state = update.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    # Two programs of one update differ in their last bits wherever XLA fuses a product and a sum in only one of them.
-    # Without fused multiply-adds the bits are those of the formula.
-    apply = jax.jit(apply_update, compiler_options=unfused_options())
     for step in range(steps):
         total = [np.asarray(g) for g in jax.tree.leaves(gradient(params, 0, step))]
         for worker in range(1, workers):
