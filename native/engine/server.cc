@@ -111,6 +111,11 @@ struct Member {
   Clock::time_point departs;
 };
 
+/// Where `from` waits for a partition to reach step `wanted`.
+Reply reply_to(const Connection& from, const wire::Header& header, int64_t wanted) {
+  return {from.worker, from.id, {header.reply_address, header.reply_key}, header.reply_tag, wanted};
+}
+
 class Engine final : public ServerEngine {
  public:
   Engine(ServerOptions options, std::unique_ptr<fabric::Fabric> fabric)
@@ -163,6 +168,7 @@ class Engine final : public ServerEngine {
   void advance(Piece& piece);
   void finish(Piece& piece);
   void complete(Piece& piece);
+  void publish_mean(Piece& piece);
   void ready(Aggregate& flow);
   void send_replies(Piece& piece);
   void send_slot(Piece& piece);
@@ -685,11 +691,7 @@ void Engine::push(Connection& from, const wire::Header& header, uint32_t slot, P
   if (header.step < piece.version) return refuse(from, header, slot, wire::Answer::kStale);
   if (header.step > piece.version) return refuse(from, header, slot, wire::Answer::kAhead);
 
-  const Reply reply{from.worker,
-                    from.id,
-                    {header.reply_address, header.reply_key},
-                    header.reply_tag,
-                    header.step + 1};
+  const Reply reply = reply_to(from, header, header.step + 1);
   if (piece.contributed[from.worker]) {
     ++duplicates_;
     recorder_.add(Stage::kDropped, header.flow, header.step, header.partition,
@@ -717,11 +719,7 @@ void Engine::push(Connection& from, const wire::Header& header, uint32_t slot, P
 }
 
 void Engine::pull(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
-  piece.replies.push_back({from.worker,
-                           from.id,
-                           {header.reply_address, header.reply_key},
-                           header.reply_tag,
-                           header.step});
+  piece.replies.push_back(reply_to(from, header, header.step));
   free_slot(from.landing, slot, from.id);
   send_replies(piece);
 }
@@ -734,11 +732,7 @@ void Engine::init(Connection& from, const wire::Header& header, uint32_t slot, P
   std::memcpy(piece.result, from.landing->payload(slot), piece.bytes());
   piece.initialised = true;
   flow.init_step = header.step;
-  piece.replies.push_back({from.worker,
-                           from.id,
-                           {header.reply_address, header.reply_key},
-                           header.reply_tag,
-                           header.step});
+  piece.replies.push_back(reply_to(from, header, header.step));
   free_slot(from.landing, slot, from.id);
   if (++flow.initialised == flow.pieces.size()) {
     flow.updating = true;
@@ -794,11 +788,17 @@ void Engine::complete(Piece& piece) {
     ++flow.complete;
     return ready(flow);
   }
-  ++flow.means;
+  publish_mean(piece);
+  send_replies(piece);
+}
+
+/// Average: the mean of this step is there, the next step begins.
+void Engine::publish_mean(Piece& piece) {
+  ++piece.flow->means;
   piece.begin(piece.version + 1);
   piece.published = piece.version;
-  recorder_.add(Stage::kPublished, flow.spec.id, piece.published, piece.partition, kEveryPeer);
-  send_replies(piece);
+  recorder_.add(Stage::kPublished, piece.flow->spec.id, piece.published, piece.partition,
+                kEveryPeer);
 }
 
 void Engine::ready(Aggregate& flow) {
@@ -818,11 +818,8 @@ void Engine::send_slot(Piece& piece) {
   piece.replies.clear();
   recorder_.add(Stage::kReduced, flow.spec.id, piece.version, piece.partition,
                 static_cast<uint16_t>(from.worker));
-  ++flow.means;
   ++flow.summed_of_worker[from.worker];
-  piece.begin(piece.version + 1);
-  piece.published = piece.version;
-  recorder_.add(Stage::kPublished, flow.spec.id, piece.published, piece.partition, kEveryPeer);
+  publish_mean(piece);
   bytes_pulled_ += piece.bytes();
   Write write;
   write.endpoint = to.endpoint;

@@ -137,6 +137,12 @@ class Engine final : public WorkerEngine {
   void violation(size_t index, const std::string& text);
   void lose(Status why);
   void give_up();
+  /// No connection can touch the buffers of an operation any more.
+  bool quiet() const {
+    return std::all_of(servers_.begin(), servers_.end(),
+                       [](const Server& s) { return s.gone || !s.connecting; });
+  }
+  void close_connections(const Status& why, bool flush);
   void pump(size_t index);
   Status prepare(Active& active, Flow& flow);
   void begin_pull(std::list<Active>::iterator active, Flow& flow);
@@ -489,8 +495,7 @@ void Engine::run() {
     int timeout_ms = -1;
     {
       std::lock_guard guard(progress_lock_);
-      if (closing_ && std::all_of(servers_.begin(), servers_.end(),
-                                  [](const Server& s) { return s.gone || !s.connecting; })) {
+      if (closing_ && quiet()) {
         give_up();
         return;
       }
@@ -499,10 +504,7 @@ void Engine::run() {
         const auto deadline = loss_time_ + kVerdictGrace;
         if (Clock::now() >= deadline) {
           failure_ = loss_;
-          for (Server& server : servers_) {
-            if (Endpoint* endpoint = fabric_->endpoint(server.endpoint))
-              endpoint->close(failure_, false);
-          }
+          close_connections(failure_, false);
           moved = true;
         } else {
           timeout_ms = static_cast<int>(
@@ -748,9 +750,7 @@ void Engine::finish(std::list<Active>::iterator active, Status status,
 
 /// Once no connection can touch their buffers any more, fails every operation.
 void Engine::give_up() {
-  const bool quiet = std::all_of(servers_.begin(), servers_.end(),
-                                 [](const Server& s) { return s.gone || !s.connecting; });
-  if (!quiet) return;
+  if (!quiet()) return;
   const Status why =
       failure_.ok() ? Status(Code::kCancelled, "the session was closed while this was in flight")
                     : failure_;
@@ -762,13 +762,17 @@ void Engine::give_up() {
   }
 }
 
+void Engine::close_connections(const Status& why, bool flush) {
+  for (Server& server : servers_) {
+    if (Endpoint* endpoint = fabric_->endpoint(server.endpoint)) endpoint->close(why, flush);
+  }
+}
+
 void Engine::fail(Status why) {
   std::lock_guard guard(progress_lock_);
   if (!failure_.ok() || closing_) return;
   failure_ = std::move(why);
-  for (Server& server : servers_) {
-    if (Endpoint* endpoint = fabric_->endpoint(server.endpoint)) endpoint->close(failure_, false);
-  }
+  close_connections(failure_, false);
   state_changed_.notify_all();
   fabric_->wake();
 }
@@ -822,11 +826,7 @@ void Engine::close() {
   {
     std::lock_guard guard(progress_lock_);
     closing_ = true;
-    const Status why(Code::kCancelled, "the worker closed its session");
-    const bool flush = active_.empty();
-    for (Server& server : servers_) {
-      if (Endpoint* endpoint = fabric_->endpoint(server.endpoint)) endpoint->close(why, flush);
-    }
+    close_connections(Status(Code::kCancelled, "the worker closed its session"), active_.empty());
     state_changed_.notify_all();
     fabric_->wake();
   }
