@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from jaxrdma.cluster import ClusterSpec
+from jaxrdma.signals import do_nothing
 
 FAILURE_SECONDS = 5.0  # for the others to raise their own error, after the first failure
 ENDING_SECONDS = 10.0  # for servers and coordinator to end, after the last worker
@@ -63,6 +64,14 @@ def launch(plan: LaunchPlan) -> int:
         return _Launcher(plan, warden).run()
 
 
+def coordinator_environment(env: Mapping[str, str], spec: ClusterSpec) -> dict[str, str]:
+    """The environment of the coordinator: of the cluster's variables, those that are not about one process."""
+    environment = _environment(env, spec)
+    for name in ("JAXRDMA_COORDINATOR", "JAXRDMA_ROLE", "JAXRDMA_INDEX"):
+        del environment[name]
+    return environment
+
+
 def worker_environment(env: Mapping[str, str], spec: ClusterSpec) -> dict[str, str]:
     """The environment of a worker of `spec`.
 
@@ -77,7 +86,7 @@ def server_environment(env: Mapping[str, str], spec: ClusterSpec) -> dict[str, s
     return _environment(env, spec) | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _environment(env: Mapping[str, str], spec: ClusterSpec | None) -> dict[str, str]:
+def _environment(env: Mapping[str, str], spec: ClusterSpec) -> dict[str, str]:
     kept = {
         name: value
         for name, value in env.items()
@@ -86,7 +95,7 @@ def _environment(env: Mapping[str, str], spec: ClusterSpec | None) -> dict[str, 
     kept.setdefault(
         "PYTHONUNBUFFERED", "1"
     )  # output goes through a pipe and should still come at once
-    return kept if spec is None else kept | spec.to_environment()
+    return kept | spec.to_environment()
 
 
 class Lines:
@@ -257,7 +266,7 @@ class _Launcher:
     def run(self) -> int:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # The handlers do nothing: the numbers arrive in the pipe, and the loop acts on them.
-        old = {n: signal.signal(n, _do_nothing) for n in numbers}
+        old = {n: signal.signal(n, do_nothing) for n in numbers}
         old_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         self._selector.register(self._wake, selectors.EVENT_READ, self._signals)
         try:
@@ -281,14 +290,13 @@ class _Launcher:
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
         arguments = ["--listen", "127.0.0.1:0", "--report-fd", str(writing)]
-        # Of the cluster's variables it needs only those that are not about one process.
-        env = self._spec.to_environment()
-        for name in ("JAXRDMA_COORDINATOR", "JAXRDMA_ROLE", "JAXRDMA_INDEX"):
-            del env[name]
         command = [sys.executable, "-P", "-m", "jaxrdma", "coordinator", *arguments]
         try:
             self._start(
-                "coordinator", command, _environment(os.environ, None) | env, keep=(writing,)
+                "coordinator",
+                command,
+                coordinator_environment(os.environ, self._spec),
+                keep=(writing,),
             )
         finally:
             os.close(writing)
@@ -610,10 +618,6 @@ def _die_with(parent: int) -> Callable[[], None]:
             os._exit(137)  # it died before the call
 
     return apply
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    del number, frame
 
 
 def _signal_name(number: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.errors import ConnectError
-from jaxrdma.launch import server_environment, worker_environment
+from jaxrdma.launch import coordinator_environment, server_environment, worker_environment
 
 _START_SECONDS = 60.0  # for the coordinator to report its port
 _END_SECONDS = 10.0  # for everybody to end by themselves, once the caller's session is closed
@@ -94,8 +94,7 @@ class _Processes:
         reading, writing = os.pipe()
         try:
             spec = ClusterSpec("127.0.0.1:1", "worker", 0, **shared)
-            environment = worker_environment(os.environ, spec)
-            del environment["JAXRDMA_COORDINATOR"]
+            environment = coordinator_environment(os.environ, spec)
             command = [
                 "-m",
                 "jaxrdma",

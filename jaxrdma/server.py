@@ -4,7 +4,6 @@ import queue
 import secrets
 import signal
 import time
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from jaxrdma import control
@@ -20,7 +19,7 @@ from jaxrdma.control import (
 )
 from jaxrdma.errors import JaxRdmaError
 from jaxrdma.plan import ITEM_BYTES, Plan, agreed_plan
-from jaxrdma.signals import SignalWatch
+from jaxrdma.signals import SignalWatch, do_nothing
 
 if TYPE_CHECKING:
     from jaxrdma.update import ServerUpdate
@@ -103,7 +102,7 @@ class _Server:
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # A Python handler must exist for the watch to see the signal.
-            signal.signal(number, _do_nothing)
+            signal.signal(number, do_nothing)
         with self._watch:
             # joins before anything else may fail: the others learn of failures through the client
             roster = self._client.join()
@@ -155,7 +154,8 @@ class _Server:
                 return self._fail("left", event.text)
             case _:
                 pass
-        return self._report_lost()
+        self._report_lost()
+        return None
 
     def _timeout_ms(self) -> int:
         if not self._suspects:
@@ -163,13 +163,12 @@ class _Server:
         oldest = min(since for since, _ in self._suspects.values())
         return max(1, int((oldest + _GOODBYE_SECONDS - time.monotonic()) * 1000) + 1)
 
-    def _report_lost(self) -> int | None:
+    def _report_lost(self) -> None:
         now = time.monotonic()
         for worker, (since, text) in list(self._suspects.items()):
             if now - since >= _GOODBYE_SECONDS:
                 del self._suspects[worker]
                 self._client.send(control.Failed("connection", text))
-        return None
 
     def _handle(self, message: Message) -> int | None:
         match message:
@@ -260,7 +259,3 @@ class _Server:
             f"server {self._spec.index}: {stats.steps} steps; gradients accepted from {accepted}; "
             f"{sum(stats.dropped)} dropped, {stats.duplicates} came twice"
         )
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    del number, frame

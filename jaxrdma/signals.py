@@ -11,7 +11,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
+
+
+def do_nothing(number: int, frame: FrameType | None) -> None:
+    """A handler that leaves the signal to a wake-up descriptor, which sees only signals with a Python handler."""
+    del number, frame
 
 
 class SignalWatch:

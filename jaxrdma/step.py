@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrdma import _native
 from jaxrdma.control import LeafSpec
 from jaxrdma.errors import CancelledError, MismatchError, StepError
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from jaxrdma.session import Session
 
 TARGET = "jaxrdma_operation"
-
-# native/engine/worker.h, OperationKind
-_EXCHANGE, _PUSH, _PULL = 0, 1, 2
 
 # What a leaf's gradient may be pushed as: everything that is summed in the same precision.
 _GRADIENT_DTYPES = {
@@ -204,7 +202,7 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
     step_spec = jax.ShapeDtypeStruct((), np.int32)
 
     def call(
-        kind: int,
+        kind: _native.OperationKind,
         first_source: int,
         results: Sequence[Any],
         aliases: dict[int, int],
@@ -215,7 +213,7 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
             *operands,
             session=np.int64(session),
             flow=np.int64(flow),
-            kind=np.int64(kind),
+            kind=np.int64(kind.value),
             first_source=np.int64(first_source),
             leaves=np.int64(len(specs)),
         )
@@ -226,17 +224,17 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
         operands = (step, *params, *grads)
         # typeof, not the flow's own spec: inside shard_map a result must carry the operand's varying axes.
         like = grads if average else params
-        results = [jax.ShapeDtypeStruct((), np.int32), *(_like(x) for x in like)]
+        results = [step_spec, *map(jax.typeof, like)]
         aliases = {i + 1: i + 1 for i, x in enumerate(like) if x.size}
-        step, *out = call(_EXCHANGE, len(params), results, aliases, operands)
+        step, *out = call(_native.OperationKind.EXCHANGE, len(params), results, aliases, operands)
         return step, out
 
     def push_call(step: Any, grads: tuple[Any, ...]) -> Any:
-        (ticket,) = call(_PUSH, 0, [step_spec], {}, (step, *grads))
+        (ticket,) = call(_native.OperationKind.PUSH, 0, [step_spec], {}, (step, *grads))
         return ticket
 
     def pull_call(ticket: Any) -> tuple[Any, list[Any]]:
-        step, *out = call(_PULL, 0, [step_spec, *specs], {}, (ticket,))
+        step, *out = call(_native.OperationKind.PULL, 0, [step_spec, *specs], {}, (ticket,))
         return step, out
 
     return Calls(
@@ -244,10 +242,6 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
         _guard("push", push_call),
         _guard("pull", pull_call),
     )
-
-
-def _like(x: Any) -> Any:
-    return jax.typeof(x)
 
 
 def _guard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
