@@ -4,6 +4,7 @@ Usage, from any folder:
   python tests/cluster/full.py orders    all 24 orders of starts, delays of 0 to 20 s, three jobs at a time
   python tests/cluster/full.py kills     kill -9 of a worker, a server, the coordinator, 20 times each
   python tests/cluster/full.py one-core  20 starts of 1000 steps on one core with one thread
+  python tests/cluster/full.py leaves    every kind of leaf, one of 512 MiB; needs 20 GiB of memory
 Options: --times N instead of 20 (or of all orders), --delay S instead of 20, --jobs N at a time, --seed N.
 """
 
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.cluster.job import Job
 from tests.cluster.test_kill import VICTIMS, kill_at_random_step
+from tests.cluster.test_leaves import train_every_leaf
 from tests.cluster.test_one_core import train_on_one_core
 from tests.cluster.test_start import ORDERS, run_in_order
 from tests.conftest import MARK, describe, marked_processes
@@ -69,6 +71,15 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
             killed(role, chance.getrandbits(32)) for _ in range(times or 20) for role in VICTIMS
         ]
 
+    if what == "leaves":
+
+        def leaves(job: Job) -> float:
+            begin = time.monotonic()
+            train_every_leaf(job, 512 << 20, x64=False, limit_s=900)
+            return time.monotonic() - begin
+
+        return [Case("leaves", "one of 512 MiB", leaves)] * (times or 1)
+
     def one_core(number: int) -> Case:
         threads = ("1", "8")[number % 2]
         return Case(
@@ -98,7 +109,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["orders", "kills", "one-core"])
+    parser.add_argument("what", choices=["orders", "kills", "one-core", "leaves"])
     parser.add_argument("--times", type=int)
     parser.add_argument("--delay", type=float, default=20.0)
     parser.add_argument("--jobs", type=int)

@@ -19,6 +19,7 @@ import jaxrdma
 
 STEPS = 3
 RATE = 0.5  # exact in every type
+PIECE = 1 << 22  # elements checked at one time
 
 
 @jax.tree_util.register_dataclass
@@ -30,14 +31,20 @@ class Model:
     bias: Any
 
 
-def values(tree: Any, worker: int, step: int) -> Any:
-    """Gradients of one worker: multiples of 1/8 below 4, exact in every float type; different for each element."""
+def values(begin: int, end: int, worker: int, step: int) -> np.ndarray:
+    """Gradients of one worker, elements `begin` to `end` of a leaf, float64: multiples of 1/8 below 4, exact in every
+    float type; different for each element."""
+    places = np.arange(begin, end, dtype=np.int64)
+    return (places * 7 + worker * 3 + step) % 31 / 8.0
 
-    def one(x: Any) -> Any:
-        places = np.arange(x.size, dtype=np.int64).reshape(x.shape)
-        return np.asarray((places * 7 + worker * 3 + step) % 31 / 8.0, np.float64)
 
-    return jax.tree.map(one, tree)
+def gradient(like: Any, dtype: Any, worker: int, step: int) -> Any:
+    """The gradient of leaf `like`, made in pieces: float64 of all of a large leaf would not fit."""
+    made = np.empty(like.size, dtype)
+    for begin in range(0, like.size, PIECE):
+        end = min(begin + PIECE, like.size)
+        made[begin:end] = values(begin, end, worker, step)
+    return jnp.asarray(made.reshape(like.shape))
 
 
 def check(session: jaxrdma.Session, name: str, params: Any, grad_dtype: str = "") -> None:
@@ -45,24 +52,27 @@ def check(session: jaxrdma.Session, name: str, params: Any, grad_dtype: str = ""
     state = session.init(params, update=optax.sgd(RATE))
     assert jax.tree.structure(state.params) == jax.tree.structure(params), name
     step_function = jax.jit(jaxrdma.ps_step, donate_argnums=0)
-    expected = [np.asarray(x, np.float64) for x in jax.tree.leaves(params)]
-    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True):
-        np.testing.assert_array_equal(np.asarray(before), np.asarray(after), err_msg=name)
+    expected = [np.array(x).reshape(-1) for x in jax.tree.leaves(params)]
+    for before, after in zip(expected, jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(before, np.asarray(after).reshape(-1), err_msg=name)
     for step in range(STEPS):
-        mine = values(state.params, session.index, step)
-        grads = jax.tree.map(lambda g, p: jnp.asarray(g, grad_dtype or p.dtype), mine, state.params)
-        everybody = [
-            jax.tree.leaves(values(state.params, w, step)) for w in range(session.num_workers)
-        ]
+        leaves, tree = jax.tree.flatten(state.params)
+        mine = [gradient(leaf, grad_dtype or leaf.dtype, session.index, step) for leaf in leaves]
+        grads = jax.tree.unflatten(tree, mine)
+        del leaves, mine  # else the large leaf is there once more
         state = step_function(state, grads)
         for i, leaf in enumerate(jax.tree.leaves(state.params)):
-            mean = sum(one[i] for one in everybody) / session.num_workers
-            # The mean and the update round to the parameter's type once each.
-            mean = np.asarray(jnp.asarray(mean, leaf.dtype), np.float64)
-            expected[i] = np.asarray(jnp.asarray(expected[i] - RATE * mean, leaf.dtype), np.float64)
-            np.testing.assert_array_equal(
-                np.asarray(leaf, np.float64), expected[i], err_msg=f"{name}, leaf {i}"
-            )
+            got = np.asarray(leaf).reshape(-1)
+            for begin in range(0, leaf.size, PIECE):
+                end = min(begin + PIECE, leaf.size)
+                everybody = [values(begin, end, w, step) for w in range(session.num_workers)]
+                # The mean and the update round to the parameter's type once each.
+                mean = (sum(everybody) / session.num_workers).astype(leaf.dtype).astype(np.float64)
+                before = expected[i][begin:end].astype(np.float64)
+                expected[i][begin:end] = before - RATE * mean
+                np.testing.assert_array_equal(
+                    got[begin:end], expected[i][begin:end], err_msg=f"{name}, leaf {i}"
+                )
     print(f"ok: {name}", flush=True)
 
 
