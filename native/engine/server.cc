@@ -242,7 +242,7 @@ class Engine final : public ServerEngine {
 
 Status Engine::start() {
   auto address =
-      fabric_->listen(options_.listen, [this](const fabric::Hello& hello) { return gate(hello); });
+      fabric_->listen(options_.listen, [this](EndpointId, const fabric::Hello& hello) { return gate(hello); });
   if (!address.ok()) return address.status();
   address_ = address.value();
   for (uint32_t i = 0; i < options_.reduce_threads; ++i) {

@@ -73,7 +73,7 @@ struct Hello {
   uint32_t worker = 0;           ///< index of the connecting worker
   uint64_t incarnation = 0;      ///< of the connecting worker
   std::vector<std::byte> token;  ///< kTokenBytes
-  /// Opaque to the fabric, at most 4 KiB: what the engines must know of each other before the first
+  /// Opaque to the fabric, at most 3 KiB: what the engines must know of each other before the first
   /// write. The accepting side fills in its own in the reply.
   std::vector<std::byte> payload;
 };
@@ -141,15 +141,39 @@ struct Options {
   uint32_t max_pending_hellos = 64;
 };
 
+/// What the verbs fabric needs beside Options. The defaults are for RoCE v2 in one data centre.
+struct VerbsOptions {
+  std::string device;  ///< empty: the first with an active port
+  uint32_t port = 0;   ///< 0: the first active one
+  int gid_index = -1;  ///< negative: the best for the peer
+  uint32_t pkey_index = 0;
+  uint32_t traffic_class = 0;  ///< of the IP packets of RoCE v2
+  uint32_t service_level = 0;
+  uint32_t timeout = 16;     ///< an answer is awaited for 4.096 us * 2^timeout
+  uint32_t retry_count = 6;  ///< 7 is endless on some devices
+  /// A broken link may take so long to come back before its connections end.
+  int link_timeout_ms = 20000;
+};
+
+/// Which transport, and what it needs.
+struct TransportOptions {
+  std::string name = "tcp";  ///< "tcp" or "verbs"
+  VerbsOptions verbs;
+};
+
 /// Decides about a Hello on the accepting side: the reply's payload, or why not. Called inside
-/// `poll`. The text of a refusal goes to the peer.
-using Gatekeeper = std::function<Result<std::vector<std::byte>>(const Hello&)>;
+/// `poll`, for the endpoint that has, or would have, this id. The text of a refusal goes to the
+/// peer.
+using Gatekeeper = std::function<Result<std::vector<std::byte>>(EndpointId, const Hello&)>;
 
 /// One transport in one process: memory, endpoints and their completions.
 class Fabric {
  public:
   virtual ~Fabric() = default;
   virtual const char* name() const = 0;  ///< "tcp", "verbs", "shm"
+  /// For people: the name, and what was chosen ("verbs, rxe0 port 1, GID 192.0.2.1 (RoCE v2),
+  /// ...").
+  virtual std::string describe() const { return name(); }
 
   /// Makes [data, data+bytes) usable as a source and, by `access`, as a target of peers. bytes > 0.
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes,
@@ -181,5 +205,14 @@ class Fabric {
 
 /// The tcp fabric. Never fails but for want of file descriptors.
 Result<std::unique_ptr<Fabric>> make_tcp_fabric(const Options& options);
+
+/// The verbs fabric. Fails where there is no libibverbs, no device, no active port or no GID, and
+/// says which; it never falls back to another transport.
+Result<std::unique_ptr<Fabric>> make_verbs_fabric(const Options& options,
+                                                  const VerbsOptions& verbs);
+
+/// The one that `transport` names.
+Result<std::unique_ptr<Fabric>> make_fabric(const TransportOptions& transport,
+                                            const Options& options);
 
 }  // namespace jaxrdma::fabric

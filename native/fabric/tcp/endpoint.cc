@@ -199,7 +199,7 @@ void TcpEndpoint::on_hello() {
     return;
   }
   Hello& hello = decoded.value();
-  auto payload = fabric_.gatekeeper(listener_)(hello);
+  auto payload = fabric_.gatekeeper(listener_)(id_, hello);
   Hello reply;
   reply.job = hello.job;
   reply.protocol_version = hello.protocol_version;

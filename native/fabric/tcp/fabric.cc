@@ -13,7 +13,9 @@
 namespace jaxrdma::fabric {
 
 Result<std::unique_ptr<Fabric>> make_tcp_fabric(const Options& options) {
-  return tcp::TcpFabric::create(options);
+  auto made = tcp::TcpFabric::create(options);
+  if (!made.ok()) return made.status();
+  return std::unique_ptr<Fabric>(std::move(made.value()));
 }
 
 namespace tcp {
@@ -23,6 +25,7 @@ namespace {
 // What epoll gives back. Endpoints are tagged with their id, which is 32 bits wide.
 constexpr uint64_t kEventTag = uint64_t{1} << 32;
 constexpr uint64_t kListenerTag = uint64_t{1} << 33;
+constexpr uint64_t kForeignTag = uint64_t{1} << 34;
 
 constexpr int kMaxReady = 64;
 constexpr int kAcceptsPerPoll = 16;
@@ -33,7 +36,7 @@ constexpr int kBacklog = 512;
 
 }  // namespace
 
-Result<std::unique_ptr<Fabric>> TcpFabric::create(const Options& options) {
+Result<std::unique_ptr<TcpFabric>> TcpFabric::create(const Options& options) {
   if (options.receive_depth == 0 || options.receive_depth > kMaxReceiveDepth) {
     return Status(Code::kInvalidArgument,
                   "receive_depth is " + std::to_string(options.receive_depth) +
@@ -49,7 +52,7 @@ Result<std::unique_ptr<Fabric>> TcpFabric::create(const Options& options) {
   if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, event.get(), &wanted) != 0) {
     return Status(Code::kResource, "could not watch the event descriptor: " + errno_text(errno));
   }
-  return std::unique_ptr<Fabric>(new TcpFabric(options, std::move(epoll), std::move(event)));
+  return std::unique_ptr<TcpFabric>(new TcpFabric(options, std::move(epoll), std::move(event)));
 }
 
 TcpFabric::TcpFabric(const Options& options, Fd epoll, Fd event)
@@ -137,6 +140,13 @@ int TcpFabric::watch(int fd, EndpointId id, uint32_t epoll_events, bool add) {
   return epoll_ctl(epoll_.get(), add ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd, &wanted) == 0 ? 0 : errno;
 }
 
+int TcpFabric::watch_foreign(int fd) {
+  epoll_event wanted{};
+  wanted.events = EPOLLIN;
+  wanted.data.u64 = kForeignTag;
+  return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &wanted) == 0 ? 0 : errno;
+}
+
 void TcpFabric::unwatch(int fd) { epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
 void TcpFabric::deadline_changed(int64_t deadline_ns) {
@@ -170,7 +180,7 @@ bool TcpFabric::poll(std::vector<Event>& events) {
     for (int i = 0; i < count; ++i) working_.push_back({found[i].data.u64, found[i].events});
   }
   for (const Ready& ready : working_) {
-    if (ready.tag == kEventTag) continue;
+    if (ready.tag == kEventTag || ready.tag == kForeignTag) continue;
     if ((ready.tag & kListenerTag) != 0) {
       moved |= accept(ready.tag & ~kListenerTag);
       continue;

@@ -23,7 +23,7 @@ namespace jaxrdma::fabric::tcp {
 /// ready_mutex_ guards.
 class TcpFabric final : public Fabric {
  public:
-  static Result<std::unique_ptr<Fabric>> create(const Options& options);
+  static Result<std::unique_ptr<TcpFabric>> create(const Options& options);
   ~TcpFabric() override;
 
   const char* name() const override { return "tcp"; }
@@ -37,6 +37,10 @@ class TcpFabric final : public Fabric {
   bool poll(std::vector<Event>& events) override;
   void wait(int timeout_ms) override;
   void wake() override;
+
+  /// `wait` also returns while `fd` is readable; reading it is the caller's business. For a fabric
+  /// that uses this one for signalling. Returns an errno.
+  int watch_foreign(int fd);
 
   // For the endpoints.
   const Options& options() const { return options_; }

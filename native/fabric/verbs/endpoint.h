@@ -1,0 +1,207 @@
+/* fabric/verbs/endpoint.h: one verbs connection: how it comes about, what it carries, how it
+   survives a broken link, how it ends.
+
+   Beside the queue pair there is a signalling connection of the tcp fabric, made first: its hello
+   authenticates the peer and exchanges the connection parameters; then each side connects its queue
+   pair and says that it is ready, and only then is anything posted. It stays open: the end of a
+   peer's process is learnt from it at once, and the passive side of a queue pair learns of a broken
+   link from nothing else.
+
+   Every write is kept until its completion. When the path breaks, the connecting side makes a new
+   queue pair and asks the other to do so; each tells how many writes it has received, and the rest
+   is posted again, in order: nothing is lost and nothing is delivered twice.
+
+   Writes are RDMA WRITE WITH IMMEDIATE. Credits come back as empty SENDs WITH IMMEDIATE, which
+   carry the total ever granted, so that a lost one does no harm. */
+#pragma once
+
+#include "fabric/verbs/library.h"
+
+#if JAXRDMA_HAVE_VERBS
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fabric/fabric.h"
+#include "fabric/tcp/ring.h"
+#include "fabric/verbs/frame.h"
+#include "fabric/verbs/queue_pair.h"
+
+namespace jaxrdma::fabric::verbs {
+
+class VerbsFabric;
+
+inline constexpr int64_t kNever = INT64_MAX;
+
+/// Receives beyond those that writes may use: for credits. Credits of two grants at most are on the
+/// way at one time, as a grant is only made when the peer has used up half of what it had.
+inline constexpr uint32_t kReservedReceives = 8;
+/// Receives for `depth` writes: a long one takes two. They have no memory: 16 to 64 bytes each.
+constexpr uint32_t receives_wanted(uint32_t depth) { return 2 * depth + kReservedReceives; }
+
+/// Used under the lock of the fabric's owner only. Lives in its fabric; has the id of its
+/// signalling connection.
+class VerbsEndpoint final : public Endpoint {
+ public:
+  VerbsEndpoint(VerbsFabric& fabric, bool accepted, std::string peer);
+  ~VerbsEndpoint() override;
+
+  EndpointId id() const override { return id_; }
+  const std::string& peer_address() const override { return peer_; }
+  Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
+               RequestId request) override;
+  size_t credits() const override { return granted_by_peer_ - posted_total(); }
+  void release(size_t count) override;
+  size_t outstanding() const override { return outstanding_; }
+  void close(Status why, bool flush) override;
+  uint64_t bytes_sent() const override { return bytes_sent_; }
+  uint64_t bytes_received() const override { return bytes_received_; }
+
+  // For the fabric.
+  /// Makes the first queue pair, for a peer with this GID if it is known.
+  Status prepare(const RawGid* peer);
+  ConnectionParameters parameters() const;
+  void set_id(EndpointId id) { id_ = id; }
+  void set_deadline(int64_t deadline_ns);
+  /// The peer's first parameters, before on_signalling_open.
+  void set_peer(const ConnectionParameters& peer) { remote_ = peer; }
+  void on_signalling_open(std::shared_ptr<const Hello> hello);
+  void on_signalling_closed(const Status& why);
+  void on_message(uint32_t slot, uint64_t bytes);
+  void on_setup(uint32_t generation, const Status& status);
+  void on_completions(std::span<const ibv_wc> completions);
+  /// An asynchronous event of the queue pair.
+  void on_queue_pair_event(const char* what, bool path);
+  void on_deadline();
+  int64_t deadline_ns() const { return deadline_ns_; }
+  bool dead() const { return state_ == State::kDead; }
+  bool buried() const { return buried_; }
+  void bury() { buried_ = true; }
+  bool open() const { return state_ == State::kOpen; }
+  const std::shared_ptr<QueuePair>& queue_pair() const { return queue_pair_; }
+  void fail(Status why) { end(std::move(why)); }
+
+ private:
+  enum class State : uint8_t {
+    kSignalling,  ///< the signalling connection is being made
+    kPairing,     ///< the queue pairs are being connected
+    kOpen,
+    kDraining,  ///< the link broke: the completions of the old queue pair are awaited
+    kBroken,    ///< connecting side: waits to try again; accepting side: for the peer's request
+    kAsked,     ///< connecting side: kRebuild is sent, kRebuilt awaited
+    kClosing,   ///< ends: waits for the signalling connection to end
+    kDead,
+  };
+
+  /// A write that is not known to be complete.
+  struct Kept {
+    std::array<ibv_sge, kMaxSlices> slices;
+    uint32_t slice_count;
+    RemoteSlice remote;
+    Immediate immediate;
+    RequestId request;
+    uint64_t bytes;
+    uint64_t work_request;  ///< its number on the current queue pair
+    bool is_inline;         ///< `copy` is the source, and the owner has been told that it is done
+    std::array<std::byte, 256> copy;
+    /// Its bytes [begin, begin + length) as scatter list; returns how many pieces.
+    int cut(uint64_t begin, uint64_t length, std::span<ibv_sge, kMaxSlices> into) const;
+  };
+
+  uint32_t posted_total() const { return first_kept_ + static_cast<uint32_t>(kept_.size()); }
+  bool accepts_writes() const {
+    return !flushing_ && announced_ &&
+           (state_ == State::kPairing || state_ == State::kOpen || state_ == State::kDraining ||
+            state_ == State::kBroken || state_ == State::kAsked);
+  }
+  uint32_t send_room() const;
+  uint64_t segment_bytes() const;
+  void pump();
+  bool post(ibv_send_wr& request, bool signalled);
+  void retire(uint64_t work_request);
+  void pop_kept();
+  void grant_if_due();
+  void send_grant(bool signalled);
+  void on_received(const ibv_wc& completion);
+  void on_send_failed(const ibv_wc& completion);
+  void post_receives();
+
+  void maybe_open();
+  void break_link(const std::string& why);
+  void drained_maybe();
+  void rebuild();
+  void answer_rebuild();
+  void resume(const Message& theirs);
+  Status new_queue_pair(const RawGid* peer);
+  void drop_queue_pair();
+  bool send(MessageType type);
+
+  void end(Status why);
+  void flushed_maybe();
+  void finish(bool flush);
+  void announce_end(Status why);
+  std::string link_text() const;
+
+  VerbsFabric& fabric_;
+  EndpointId id_ = 0;
+  const bool accepted_;
+  State state_ = State::kSignalling;
+  bool announced_ = false;  ///< the owner has seen kConnected, or asked for the connection
+  bool connected_ = false;  ///< kConnected has been emitted
+  bool ended_ = false;
+  bool buried_ = false;
+  std::string peer_;
+  std::shared_ptr<const Hello> hello_;
+  int64_t deadline_ns_ = kNever;
+  Status close_reason_;
+  bool flushing_ = false;
+
+  // The queue pair, and its making.
+  std::shared_ptr<QueuePair> queue_pair_;
+  ConnectionParameters remote_;
+  uint32_t generation_ = 0;
+  bool local_ready_ = false;
+  bool remote_ready_ = false;
+  bool failed_ = false;  ///< the queue pair is in ERR
+  std::string broken_why_;
+  int64_t link_deadline_ns_ = kNever;
+  std::optional<Message> asked_;  ///< accepting side: the rebuilding that the peer wants
+
+  // Sending.
+  uint32_t send_depth_ = 0;
+  uint32_t max_inline_ = 0;
+  tcp::Ring<Kept> kept_;
+  size_t on_wire_ = 0;       ///< how many of kept_, from the front, are posted to the queue pair
+  uint32_t first_kept_ = 0;  ///< writes complete so far, modulo 2^32
+  uint32_t granted_by_peer_ = 0;    ///< writes that we may have sent in total, modulo 2^32
+  uint64_t last_work_request_ = 0;  ///< of the current queue pair
+  uint64_t done_work_request_ = 0;
+  uint64_t signalled_work_request_ = 0;
+  size_t outstanding_ = 0;
+  uint64_t bytes_sent_ = 0;
+
+  // Receiving.
+  uint32_t receive_depth_ = 0;
+  uint32_t receives_posted_ = 0;
+  uint32_t received_ = 0;    ///< writes delivered, modulo 2^32
+  uint32_t unreleased_ = 0;  ///< delivered, and not released
+  uint32_t granted_ = 0;     ///< writes that the peer may have sent in total, modulo 2^32
+  uint32_t granted_told_ = 0;
+  uint32_t segments_before_ = 0;  ///< of the write that comes next
+  bool grant_due_ = false;        ///< a grant waits for room in the send queue
+  uint64_t bytes_received_ = 0;
+
+  // Signalling.
+  std::vector<Message> inbox_, outbox_;
+  std::unique_ptr<MemoryRegion> inbox_region_, outbox_region_;
+  uint32_t next_slot_ = 0;
+};
+
+}  // namespace jaxrdma::fabric::verbs
+
+#endif

@@ -1,0 +1,125 @@
+/* fabric/verbs/fabric.h: the verbs fabric: one device, its queue pairs, and the tcp fabric that
+   signals for them. */
+#pragma once
+
+#include "fabric/verbs/library.h"
+
+#if JAXRDMA_HAVE_VERBS
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "fabric/fabric.h"
+#include "fabric/tcp/fabric.h"
+#include "fabric/verbs/device.h"
+#include "fabric/verbs/endpoint.h"
+#include "fabric/verbs/memory.h"
+#include "fabric/verbs/queue_pair.h"
+#include "fabric/verbs/setup.h"
+
+namespace jaxrdma::fabric::verbs {
+
+/// Threads. Everything under the owner's lock but `wait`, `wake` and the set-up thread. `wait` arms
+/// the completion queues and then sleeps in the epoll set of the signalling fabric, which watches
+/// the completion channel and the asynchronous events too.
+class VerbsFabric final : public Fabric {
+ public:
+  static Result<std::unique_ptr<Fabric>> create(const Options& options, const VerbsOptions& verbs);
+  ~VerbsFabric() override;
+
+  const char* name() const override { return "verbs"; }
+  std::string describe() const override;
+  Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes,
+                                                        Access access) override;
+  bool registration_is_cheap() const override { return false; }
+  Result<std::string> listen(const std::string& address, Gatekeeper gatekeeper) override;
+  Result<EndpointId> connect(const std::string& address, const Hello& hello,
+                             int timeout_ms) override;
+  Endpoint* endpoint(EndpointId id) override;
+  bool poll(std::vector<Event>& events) override;
+  void wait(int timeout_ms) override;
+  void wake() override { signalling_->wake(); }
+
+  // For the endpoints.
+  const Options& options() const { return options_; }
+  const VerbsOptions& verbs_options() const { return verbs_; }
+  Fabric& signalling() { return *signalling_; }
+  const Device& device() const { return *device_; }
+  const PortInfo& port() const { return port_; }
+  uint32_t receive_depth() const { return receive_depth_; }
+  uint32_t send_depth() const { return send_depth_; }
+  /// A queue pair for a peer with this GID, in INIT with its receives posted, and polled from now
+  /// on.
+  Result<std::shared_ptr<QueuePair>> make_queue_pair(EndpointId id, const RawGid* peer);
+  void start_polling(EndpointId id, std::shared_ptr<QueuePair> queue_pair);
+  void stop_polling(const QueuePair* queue_pair);
+  /// What its completion queue holds now.
+  std::vector<ibv_wc> drain(EndpointId id, QueuePair& queue_pair);
+  void ask_setup(EndpointId id, uint32_t generation, std::shared_ptr<QueuePair> queue_pair,
+                 const ConnectionParameters& peer) {
+    setup_.ask(id, generation, std::move(queue_pair), peer);
+  }
+  void emit(Event event);
+  void retire(EndpointId id) { retired_.push_back(id); }
+  void deadline_changed(int64_t deadline_ns);
+  /// "port 1 of rxe0 is DOWN since 2.1 s" after such an event; else empty.
+  std::string port_text() const;
+
+ private:
+  VerbsFabric(const Options& options, const VerbsOptions& verbs);
+  Result<std::vector<std::byte>> admit(const Gatekeeper& gatekeeper, EndpointId id,
+                                       const Hello& hello);
+  void signalled(const Event& event);
+  void read_async_events();
+  void read_channel();
+  void poll_completions();
+  void run_deadlines();
+
+  const Options options_;
+  const VerbsOptions verbs_;
+  std::shared_ptr<Device> device_;
+  PortInfo port_{};
+  GidEntry gid_{};
+  uint32_t receive_depth_ = 0;
+  uint32_t send_depth_ = 0;
+  std::unique_ptr<CompletionChannel> channel_;
+  std::unique_ptr<tcp::TcpFabric> signalling_;
+  std::unordered_map<EndpointId, std::unique_ptr<VerbsEndpoint>> endpoints_;
+  std::vector<EndpointId> retired_;
+  std::vector<Event> signals_;
+  uint32_t polls_ = 0;  ///< since the signalling fabric was last polled
+  int64_t port_lost_ns_ = kNever;
+
+  std::vector<Event>* polling_ = nullptr;  ///< where events go during `poll`
+  std::vector<Event> later_;               ///< events that came about outside of `poll`
+  std::atomic<bool> have_later_{false};
+  std::atomic<bool> have_answers_{false};
+  std::atomic<bool> slept_{false};  ///< `wait` has returned: descriptors may be readable
+  std::atomic<int64_t> next_deadline_ns_{kNever};
+
+  struct Polled {
+    EndpointId endpoint;
+    std::shared_ptr<QueuePair> queue_pair;
+  };
+  struct Found {
+    EndpointId endpoint;
+    const QueuePair* queue_pair;
+    ibv_wc completion;
+  };
+  std::mutex completions_mutex_;  // guards polled_, found_, QueuePair::armed, and polling
+  std::vector<Polled> polled_;
+  std::vector<Found> found_;    ///< what `wait` found after arming
+  std::vector<Found> working_;  ///< of `poll`; kept for its memory
+
+  Setup setup_;  // last: its thread uses the above
+};
+
+}  // namespace jaxrdma::fabric::verbs
+
+#endif
