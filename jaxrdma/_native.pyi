@@ -99,6 +99,17 @@ class Pending:
     @property
     def seconds(self) -> float: ...
 
+class VerbsOptions:
+    device: str
+    port: int
+    gid_index: int
+    pkey_index: int
+    traffic_class: int
+    service_level: int
+    timeout: int
+    retry_count: int
+    link_timeout_ms: int
+
 class WorkerStats:
     @property
     def bytes_pushed(self) -> int: ...
@@ -116,7 +127,12 @@ class WorkerStats:
 class WorkerEngine:
     @staticmethod
     def create(
-        worker: int, job: str, incarnation: int, spin_us: int = 0
+        worker: int,
+        job: str,
+        incarnation: int,
+        spin_us: int = 0,
+        transport: str = "tcp",
+        verbs: VerbsOptions = ...,
     ) -> WorkerEngine | Status: ...
     def connect(
         self, addresses: Sequence[str], tokens: Sequence[bytes], timeout_ms: int
@@ -216,6 +232,8 @@ class ServerEngine:
         reduce_threads: int = 2,
         ordered: bool = False,
         spin_us: int = 0,
+        transport: str = "tcp",
+        verbs: VerbsOptions = ...,
     ) -> ServerEngine | Status: ...
     @property
     def address(self) -> str: ...

@@ -11,9 +11,54 @@ from typing import Any, cast
 from jaxrdma.errors import ConfigError
 
 ROLES = ("worker", "server")
-TRANSPORTS = ("auto", "tcp")
+TRANSPORTS = ("auto", "tcp", "verbs")
 
 _PREFIX = "JAXRDMA_"
+
+
+@dataclass(frozen=True)
+class VerbsSettings:
+    """How this process uses its RDMA device. `None`: the best that is there, or the transport's default.
+
+    **Arguments:**
+
+    - `device`, `port`: of the process's own machine ("mlx5_0", 1).
+    - `gid_index`: the port's source address, as an index of its GID table.
+    - `pkey_index`, `service_level`: for InfiniBand: partition and virtual lane.
+    - `traffic_class`: of RoCE's packets, 0 to 255.
+    - `timeout`: an answer of the peer's device is awaited for 4.096 us * 2^timeout, 1 to 31, before it is asked for
+      again.
+    - `retry_count`: how often, 0 to 7; on some devices 7 is without end.
+    - `link_timeout`: seconds that a broken link may take to come back.
+    """
+
+    device: str | None = None
+    port: int | None = None
+    gid_index: int | None = None
+    pkey_index: int | None = None
+    service_level: int | None = None
+    traffic_class: int | None = None
+    timeout: int | None = None
+    retry_count: int | None = None
+    link_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _VERBS_BOUNDS.items():
+            value: float | None = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"JAXRDMA_{name.upper()} is {value}: expected {least} to {most}")
+
+
+_VERBS_BOUNDS: dict[str, tuple[float, float]] = {
+    "port": (1, 255),
+    "gid_index": (0, 65535),
+    "pkey_index": (0, 65535),
+    "service_level": (0, 15),
+    "traffic_class": (0, 255),
+    "timeout": (1, 31),
+    "retry_count": (0, 7),
+    "link_timeout": (0, 86400),
+}
 
 
 @dataclass(frozen=True)
@@ -27,12 +72,13 @@ class ClusterSpec:
     - `num_workers`, `num_servers`: the size of the job.
     - `secret`: shared by the processes of a job. May be empty on loopback only.
     - `job`: the job's name, so that two jobs never mix.
-    - `transport`: "auto" or "tcp".
+    - `transport`: "auto" (which is tcp), "tcp" or "verbs".
     - `connect_timeout`: seconds until a start-up that is not complete is an error.
     - `heartbeat_timeout`: seconds of silence after which a process counts as lost.
     - `partition_bytes`: upper bound of a partition.
     - `ordered`: sum gradients in the order of the workers, for the same bits on every run.
     - `spin_us`: how long a progress thread polls before it sleeps, in microseconds. `None`: the engine's own choice.
+    - `verbs`: how this process uses its RDMA device; each of its settings has a variable of its own.
     """
 
     coordinator: str
@@ -48,6 +94,7 @@ class ClusterSpec:
     partition_bytes: int = 1 << 20
     ordered: bool = False
     spin_us: int | None = None
+    verbs: VerbsSettings = VerbsSettings()
 
     def __post_init__(self) -> None:
         _, port = parse_address(self.coordinator, "coordinator")
@@ -99,6 +146,8 @@ class ClusterSpec:
         values = tf_config_settings(env) | jaxrdma_settings(env)
         values |= {name: value for name, value in overrides.items() if value is not None}
         values.setdefault("role", "worker")
+        verbs = {f.name: values.pop(f.name) for f in fields(VerbsSettings) if f.name in values}
+        values.setdefault("verbs", VerbsSettings(**verbs))
         required = ("coordinator", "index", "num_workers", "num_servers")
         missing = [name for name in required if name not in values]
         if missing:
@@ -112,11 +161,12 @@ class ClusterSpec:
     def to_environment(self) -> dict[str, str]:
         """The `JAXRDMA_*` variables from which `from_environment` makes this spec again."""
         texts: dict[str, str] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is None or (f.name == "secret" and not value):
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | vars(self.verbs)
+        del values["verbs"]
+        for name, value in values.items():
+            if value is None or (name == "secret" and not value):
                 continue
-            texts[_PREFIX + f.name.upper()] = (
+            texts[_PREFIX + name.upper()] = (
                 str(int(value)) if isinstance(value, bool) else str(value)
             )
         return texts
@@ -138,11 +188,11 @@ def jaxrdma_settings(env: Mapping[str, str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for variable in sorted(env):
-        if not variable.startswith(_PREFIX):
+        if not variable.startswith(_PREFIX) or variable in _NATIVE_VARIABLES:
             continue
         name = variable.removeprefix(_PREFIX).lower()
         if name not in _PARSERS or variable != _PREFIX + name.upper():
-            known = [_PREFIX + n.upper() for n in _PARSERS]
+            known = [_PREFIX + n.upper() for n in _PARSERS] + list(_NATIVE_VARIABLES)
             raise ConfigError(
                 f"environment variable {variable} does not exist{_nearest(variable.upper(), known)}"
             )
@@ -285,13 +335,24 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "num_servers": (int, _WHOLE),
     "secret": (str, "a text"),
     "job": (str, "a name"),
-    "transport": (str, "auto or tcp"),
+    "transport": (str, "auto, tcp or verbs"),
     "connect_timeout": (float, _SECONDS),
     "heartbeat_timeout": (float, _SECONDS),
     "partition_bytes": (int, _WHOLE),
     "ordered": (_flag, "0 or 1"),
     "spin_us": (int, _WHOLE),
+    "device": (str, "the name of an RDMA device"),
+    "port": (int, _WHOLE),
+    "gid_index": (int, _WHOLE),
+    "pkey_index": (int, _WHOLE),
+    "service_level": (int, _WHOLE),
+    "traffic_class": (int, _WHOLE),
+    "timeout": (int, _WHOLE),
+    "retry_count": (int, _WHOLE),
+    "link_timeout": (float, _SECONDS),
 }
+# Read by the native module itself.
+_NATIVE_VARIABLES = ("JAXRDMA_IBVERBS_LIB",)
 
 
 def _nearest(name: str, known: "tuple[str, ...] | list[str]") -> str:

@@ -1,9 +1,10 @@
 """Between Python and the native module: statuses to exceptions, plans to flow specs."""
 
 import math
-from typing import TypeVar, cast
+from typing import TypedDict, TypeVar, cast
 
 from jaxrdma import _native, errors
+from jaxrdma.cluster import ClusterSpec
 from jaxrdma.plan import Plan
 
 T = TypeVar("T")
@@ -36,6 +37,22 @@ def raise_for(result: T | _native.Status) -> T:
         raise native_error(result)
     # A status that is ok stands for itself: T is Status then.
     return cast(T, result)
+
+
+class TransportArguments(TypedDict):
+    transport: str
+    verbs: _native.VerbsOptions
+
+
+def transport_options(spec: ClusterSpec) -> TransportArguments:
+    """What both engines are told of how tensors travel."""
+    verbs = _native.VerbsOptions()
+    for name, value in vars(spec.verbs).items():
+        if name == "link_timeout" and value is not None:
+            verbs.link_timeout_ms = int(value * 1000)
+        elif value is not None:
+            setattr(verbs, name, value)
+    return {"transport": "tcp" if spec.transport == "auto" else spec.transport, "verbs": verbs}
 
 
 def flow_spec(flow: int, mode: str, plan: Plan) -> _native.FlowSpec:

@@ -54,7 +54,7 @@ def run_server(spec: ClusterSpec, listen: str) -> int:
 class _Server:
     def __init__(self, spec: ClusterSpec, listen: str) -> None:
         from jaxrdma import _native
-        from jaxrdma.native import raise_for
+        from jaxrdma.native import raise_for, transport_options
 
         self._native = _native
         self._spec = spec
@@ -79,6 +79,7 @@ class _Server:
                 slots_per_worker=_SLOTS_PER_WORKER,
                 ordered=spec.ordered,
                 spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
+                **transport_options(spec),
             )
         )
         self._client = ControlClient(

@@ -21,7 +21,7 @@ from jaxrdma import _native, control, step, trace
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message
 from jaxrdma.errors import CancelledError, ConfigError
-from jaxrdma.native import flow_spec, native_error, raise_for
+from jaxrdma.native import flow_spec, native_error, raise_for, transport_options
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
 from jaxrdma.policy import SyncReplicas
 from jaxrdma.signals import SignalWatch, tell_interrupts_plainly
@@ -74,7 +74,7 @@ def connect(
     - `coordinator`: "host:port".
     - `index`: which worker this is. Worker 0 is the chief: its parameters start the job.
     - `num_workers`, `num_servers`: the size of the job, equal everywhere.
-    - `transport`: "auto" or "tcp".
+    - `transport`: "auto" (which is tcp), "tcp" or "verbs".
     - `connect_timeout`: seconds to wait for the others.
     - `settings`: any other field of `ClusterSpec`.
 
@@ -118,6 +118,7 @@ class Session:
             spec.job,
             incarnation,
             spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
+            **transport_options(spec),
         )
         self._engine: _native.WorkerEngine = raise_for(engine)
         # Before anything waits: from here on Ctrl-C must end every wait.
@@ -229,7 +230,7 @@ class Session:
         """Counts so far; also after `close`."""
         stats = self._engine.stats()
         transport = self._engine.transport
-        why = "asked for" if self._spec.transport != "auto" else "the only one in this version"
+        why = "asked for" if self._spec.transport != "auto" else "the default"
         return Stats(
             steps=stats.steps,
             gradients_accepted=stats.gradients_accepted,

@@ -149,6 +149,17 @@ void bind_common(nb::module_& m) {
           nb::arg("id"), nb::arg("mode"), nb::arg("dtypes"), nb::arg("elements"),
           nb::arg("partitions"))
       .def_ro("id", &FlowSpec::id);
+  nb::class_<fabric::VerbsOptions>(m, "VerbsOptions")
+      .def(nb::init<>())
+      .def_rw("device", &fabric::VerbsOptions::device)
+      .def_rw("port", &fabric::VerbsOptions::port)
+      .def_rw("gid_index", &fabric::VerbsOptions::gid_index)
+      .def_rw("pkey_index", &fabric::VerbsOptions::pkey_index)
+      .def_rw("traffic_class", &fabric::VerbsOptions::traffic_class)
+      .def_rw("service_level", &fabric::VerbsOptions::service_level)
+      .def_rw("timeout", &fabric::VerbsOptions::timeout)
+      .def_rw("retry_count", &fabric::VerbsOptions::retry_count)
+      .def_rw("link_timeout_ms", &fabric::VerbsOptions::link_timeout_ms);
   m.attr("DEFAULT_SPIN_US") = kDefaultSpinUs;
   m.attr("PROTOCOL_VERSION") = static_cast<int>(wire::kProtocolVersion);
   m.attr("TOKEN_BYTES") = static_cast<int>(fabric::Hello::kTokenBytes);
@@ -179,15 +190,18 @@ void bind_worker(nb::module_& m) {
   nb::class_<WorkerEngine>(m, "WorkerEngine")
       .def_static(
           "create",
-          [](uint32_t worker, std::string job, uint64_t incarnation, int spin_us) {
+          [](uint32_t worker, std::string job, uint64_t incarnation, int spin_us,
+             const std::string& transport, const fabric::VerbsOptions& verbs) {
             WorkerOptions options;
             options.worker = worker;
             options.job = std::move(job);
             options.incarnation = incarnation;
             options.spin_us = spin_us;
+            options.transport = {transport, verbs};
             return to_variant(WorkerEngine::create(std::move(options)));
           },
-          nb::arg("worker"), nb::arg("job"), nb::arg("incarnation"), nb::arg("spin_us") = 0)
+          nb::arg("worker"), nb::arg("job"), nb::arg("incarnation"), nb::arg("spin_us") = 0,
+          nb::arg("transport") = "tcp", nb::arg("verbs") = fabric::VerbsOptions{}, Unlocked())
       .def(
           "connect",
           [](WorkerEngine& self, const std::vector<std::string>& addresses,
@@ -209,8 +223,7 @@ void bind_worker(nb::module_& m) {
       .def("pending", &WorkerEngine::pending, nb::arg("limit") = 16, Unlocked())
       .def("stats", &WorkerEngine::stats, Unlocked())
       .def("records", [](const WorkerEngine& self) { return to_bytes(self.records()); })
-      .def_prop_ro("transport",
-                   [](const WorkerEngine& self) { return std::string(self.transport()); })
+      .def_prop_ro("transport", [](const WorkerEngine& self) { return self.transport(); })
       .def_prop_ro("status", &WorkerEngine::status)
       .def("wait_failure", &WorkerEngine::wait_failure, nb::arg("timeout_ms") = -1, Unlocked())
       .def("close", &WorkerEngine::close, Unlocked());
@@ -258,7 +271,8 @@ void bind_server(nb::module_& m) {
           "create",
           [](uint32_t server, uint32_t servers, uint32_t workers, std::string job,
              std::string listen, size_t partition_bytes, uint32_t slots_per_worker,
-             uint32_t reduce_threads, bool ordered, int spin_us) {
+             uint32_t reduce_threads, bool ordered, int spin_us, const std::string& transport,
+             const fabric::VerbsOptions& verbs) {
             ServerOptions options;
             options.server = server;
             options.servers = servers;
@@ -270,11 +284,13 @@ void bind_server(nb::module_& m) {
             options.reduce_threads = reduce_threads;
             options.ordered = ordered;
             options.spin_us = spin_us;
+            options.transport = {transport, verbs};
             return to_variant(ServerEngine::create(std::move(options)));
           },
           nb::arg("server"), nb::arg("servers"), nb::arg("workers"), nb::arg("job"),
           nb::arg("listen"), nb::arg("partition_bytes"), nb::arg("slots_per_worker") = 16,
-          nb::arg("reduce_threads") = 2, nb::arg("ordered") = false, nb::arg("spin_us") = 0)
+          nb::arg("reduce_threads") = 2, nb::arg("ordered") = false, nb::arg("spin_us") = 0,
+          nb::arg("transport") = "tcp", nb::arg("verbs") = fabric::VerbsOptions{}, Unlocked())
       .def_prop_ro("address", &ServerEngine::address)
       .def(
           "admit",
@@ -301,8 +317,7 @@ void bind_server(nb::module_& m) {
       .def("mark_left", &ServerEngine::mark_left, nb::arg("worker"), Unlocked())
       .def("stats", &ServerEngine::stats, Unlocked())
       .def("records", [](const ServerEngine& self) { return to_bytes(self.records()); })
-      .def_prop_ro("transport",
-                   [](const ServerEngine& self) { return std::string(self.transport()); })
+      .def_prop_ro("transport", [](const ServerEngine& self) { return self.transport(); })
       .def("close", &ServerEngine::close, Unlocked());
 }
 

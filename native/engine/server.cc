@@ -122,7 +122,7 @@ class Engine final : public ServerEngine {
       : options_(std::move(options)),
         recorder_(options_.recorder_capacity),
         fabric_(std::move(fabric)),
-        transport_(fabric_->name()),
+        transport_(fabric_->describe()),
         members_(options_.workers),
         dropped_(options_.workers) {}
   ~Engine() override { close(); }
@@ -140,7 +140,7 @@ class Engine final : public ServerEngine {
   void mark_left(uint32_t worker) override;
   ServerStats stats() const override;
   std::vector<Record> records() const override { return recorder_.snapshot(); }
-  const char* transport() const override { return transport_; }
+  std::string transport() const override { return transport_; }
   void close() override;
 
  private:
@@ -203,7 +203,7 @@ class Engine final : public ServerEngine {
   // Memory outlives the fabric: members are destroyed from the last to the first.
   std::vector<std::unique_ptr<Aggregate>> flows_;  ///< by id
   std::unique_ptr<fabric::Fabric> fabric_;
-  const char* transport_;
+  const std::string transport_;
   std::string address_;
 
   mutable ProgressLock progress_lock_;
@@ -241,8 +241,8 @@ class Engine final : public ServerEngine {
 // --- Life.
 
 Status Engine::start() {
-  auto address =
-      fabric_->listen(options_.listen, [this](EndpointId, const fabric::Hello& hello) { return gate(hello); });
+  auto address = fabric_->listen(
+      options_.listen, [this](EndpointId, const fabric::Hello& hello) { return gate(hello); });
   if (!address.ok()) return address.status();
   address_ = address.value();
   for (uint32_t i = 0; i < options_.reduce_threads; ++i) {
@@ -1090,7 +1090,7 @@ Result<std::shared_ptr<ServerEngine>> ServerEngine::create(ServerOptions options
   fabric::Options fabric_options;
   // A worker writes into a slot it was given, so that many writes must never wait for a receive.
   fabric_options.receive_depth = std::max(fabric_options.receive_depth, options.slots_per_worker);
-  auto fabric = fabric::make_tcp_fabric(fabric_options);
+  auto fabric = fabric::make_fabric(options.transport, fabric_options);
   if (!fabric.ok()) return fabric.status();
   auto engine = std::make_shared<Engine>(std::move(options), std::move(fabric.value()));
   if (Status status = engine->start(); !status.ok()) return status;

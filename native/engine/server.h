@@ -24,6 +24,7 @@ struct ServerOptions {
   uint32_t workers = 1;  ///< replicas in the mean
   std::string job;
   std::string listen = "127.0.0.1:0";
+  fabric::TransportOptions transport;
   size_t partition_bytes = 1 << 20;  ///< payload of a landing slot
   uint32_t slots_per_worker = 16;
   uint32_t reduce_threads = 2;
@@ -96,7 +97,8 @@ class ServerEngine {
   virtual void mark_left(uint32_t worker) = 0;
   virtual ServerStats stats() const = 0;
   virtual std::vector<Record> records() const = 0;
-  virtual const char* transport() const = 0;
+  /// The transport, and what it chose, for people.
+  virtual std::string transport() const = 0;
   virtual void close() = 0;
 };
 

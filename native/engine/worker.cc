@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "engine/completer.h"
+#include "engine/landing.h"
 #include "engine/wire.h"
 
 namespace jaxrdma {
@@ -72,8 +73,10 @@ struct Server {
   bool connected = false;
   bool gone = false;
   wire::LandingGrant grant{};
-  std::vector<wire::Header> headers;  ///< one per slot, source of writes
-  std::unique_ptr<MemoryRegion> header_region;
+  /// One piece per slot, source of writes: a header, and where buffers of others cannot be
+  /// registered for one transfer, a copy of the payload after it.
+  Slab outgoing;
+  size_t outgoing_stride = 0;
   std::vector<Slot> slots;
   std::vector<uint32_t> free_slots;
   std::deque<Request> requests;  ///< a deque: references stay valid as it grows
@@ -91,10 +94,14 @@ struct Staged {
   bool pulled = false;  ///< `pull` is set
 };
 
+/// Registered memory with room for every leaf of a flow; made when it is first needed.
+using Mirror = std::vector<Slab>;
+
 struct Flow {
   FlowSpec spec;
-  std::vector<std::vector<std::byte>> staging;  ///< by leaf; made at the first kPush
-  std::vector<std::unique_ptr<MemoryRegion>> staging_regions;
+  Mirror staging;  ///< answers of a kPush land here, until its kPull
+  /// Answers of everything else land here where the buffers that they are for cannot be registered.
+  Mirror bounce;
   Staged staged;
 };
 
@@ -103,6 +110,7 @@ class Engine final : public WorkerEngine {
   Engine(WorkerOptions options, std::unique_ptr<fabric::Fabric> fabric)
       : options_(std::move(options)),
         fabric_(std::move(fabric)),
+        cheap_(fabric_->registration_is_cheap()),
         recorder_(options_.recorder_capacity) {
     progress_thread_ = std::thread([this] { run(); });
     pthread_setname_np(progress_thread_.native_handle(), "jaxrdma-prog");
@@ -120,7 +128,10 @@ class Engine final : public WorkerEngine {
   std::vector<Pending> pending(size_t limit) const override;
   WorkerStats stats() const override;
   std::vector<Record> records() const override { return recorder_.snapshot(); }
-  const char* transport() const override { return fabric_->name(); }
+  std::string transport() const override {
+    std::lock_guard guard(progress_lock_);
+    return fabric_->describe();
+  }
   Status status() const override;
   bool wait_failure(int timeout_ms) override;
   void close() override;
@@ -145,6 +156,7 @@ class Engine final : public WorkerEngine {
   void close_connections(const Status& why, bool flush);
   void pump(size_t index);
   Status prepare(Active& active, Flow& flow);
+  Status make_mirror(Mirror& mirror, const FlowSpec& spec, const char* what);
   void begin_pull(std::list<Active>::iterator active, Flow& flow);
   void retire(Server& server, uint32_t tag);
   void answered(Request& request, const Status& status);
@@ -159,6 +171,7 @@ class Engine final : public WorkerEngine {
   const WorkerOptions options_;
   mutable std::mutex progress_lock_;
   std::unique_ptr<fabric::Fabric> fabric_;
+  const bool cheap_;  ///< XLA's buffers are registered for one operation; else they are copied
   std::condition_variable state_changed_;
   std::vector<Server> servers_;
   std::vector<std::unique_ptr<Flow>> flows_;
@@ -254,11 +267,14 @@ void Engine::start(Operation operation) {
     begin_pull(active, flow);
     return;
   }
-  if (what.kind == OperationKind::kExchange &&
-      std::count_if(active_.begin(), active_.end(), [&what](const Active& other) {
-        return other.operation.kind == OperationKind::kExchange &&
-               other.operation.flow == what.flow;
-      }) > 1) {
+  const auto same_place = [&](const Operation& other) {
+    if (other.flow != what.flow || other.kind == OperationKind::kPull) return false;
+    // Where buffers are copied, answers of all but pushes land at one place.
+    return cheap_ ? other.kind == OperationKind::kExchange : other.kind != OperationKind::kPush;
+  };
+  if (same_place(what) && std::count_if(active_.begin(), active_.end(), [&](const Active& other) {
+                            return same_place(other.operation);
+                          }) > 1) {
     finish(
         active,
         Status(
@@ -325,19 +341,9 @@ Status Engine::prepare(Active& active, Flow& flow) {
                     "push of step " + std::to_string(what.step) + " before the pull of step " +
                         std::to_string(flow.staged.step) + ": pull what was pushed first");
     }
-    if (flow.staging.empty()) {
-      flow.staging.resize(flow.spec.leaves.size());
-      flow.staging_regions.resize(flow.spec.leaves.size());
-      for (size_t i = 0; i < flow.spec.leaves.size(); ++i) {
-        const Leaf& leaf = flow.spec.leaves[i];
-        if (leaf.elements == 0) continue;
-        flow.staging[i].resize(leaf.elements * dtype_bytes(leaf.dtype));
-        auto region = fabric_->register_memory(flow.staging[i].data(), flow.staging[i].size(),
-                                               fabric::Access::kRemoteWrite);
-        if (!region.ok()) return region.status();
-        flow.staging_regions[i] = std::move(region.value());
-      }
-    }
+    if (Status s = make_mirror(flow.staging, flow.spec, "pushed"); !s.ok()) return s;
+  } else if (!cheap_) {
+    if (Status s = make_mirror(flow.bounce, flow.spec, "returning"); !s.ok()) return s;
   }
   active.sources.resize(what.leaves.size());
   active.targets.resize(what.leaves.size());
@@ -354,16 +360,19 @@ Status Engine::prepare(Active& active, Flow& flow) {
                       name + " is " + dtype_name(leaf.dtype) + ", its gradient " +
                           dtype_name(buffers.source_dtype) + ": cast the gradient");
       }
-      // The fabric only reads from a source.
-      auto region = fabric_->register_memory(const_cast<std::byte*>(buffers.source),
-                                             leaf.elements * dtype_bytes(buffers.source_dtype),
-                                             fabric::Access::kLocal);
-      if (!region.ok()) return region.status();
-      active.sources[i] = std::move(region.value());
+      if (cheap_) {
+        // The fabric only reads from a source.
+        auto region = fabric_->register_memory(const_cast<std::byte*>(buffers.source),
+                                               leaf.elements * dtype_bytes(buffers.source_dtype),
+                                               fabric::Access::kLocal);
+        if (!region.ok()) return region.status();
+        active.sources[i] = std::move(region.value());
+      }
     }
     if (!staged) {
       if (buffers.target == nullptr)
         return Status(Code::kInvalidArgument, name + " has no target buffer");
+      if (!cheap_) continue;
       auto region = fabric_->register_memory(
           buffers.target, leaf.elements * dtype_bytes(leaf.dtype), fabric::Access::kRemoteWrite);
       if (!region.ok()) return region.status();
@@ -375,6 +384,23 @@ Status Engine::prepare(Active& active, Flow& flow) {
     flow.staged.active = true;
     flow.staged.step = what.step;
   }
+  return {};
+}
+
+Status Engine::make_mirror(Mirror& mirror, const FlowSpec& spec, const char* what) {
+  if (!mirror.empty()) return {};
+  Mirror made(spec.leaves.size());
+  for (size_t i = 0; i < spec.leaves.size(); ++i) {
+    const Leaf& leaf = spec.leaves[i];
+    auto pages = Pages::allocate(leaf.elements * dtype_bytes(leaf.dtype),
+                                 std::string("the ") + what + " parameters of leaf " +
+                                     std::to_string(i) + " of flow " + std::to_string(spec.id));
+    if (!pages.ok()) return pages.status();
+    made[i].pages = std::move(pages.value());
+    if (leaf.elements == 0) continue;
+    if (Status s = made[i].enrol(*fabric_, fabric::Access::kRemoteWrite); !s.ok()) return s;
+  }
+  mirror = std::move(made);
   return {};
 }
 
@@ -398,10 +424,11 @@ void Engine::pump(size_t index) {
     const bool staged = what.kind == OperationKind::kPush;
     const bool payload = request.kind != wire::Kind::kPull;
 
-    const MemoryRegion* target_region = staged ? flow.staging_regions[partition.leaf].get()
-                                               : request.active->targets[partition.leaf].get();
-    wire::Header& header = server.headers[index_of_slot];
-    header = wire::Header{};
+    const MemoryRegion* target_region = staged   ? flow.staging[partition.leaf].region.get()
+                                        : cheap_ ? request.active->targets[partition.leaf].get()
+                                                 : flow.bounce[partition.leaf].region.get();
+    std::byte* const piece = server.outgoing.pages.data() + index_of_slot * server.outgoing_stride;
+    wire::Header header{};
     header.magic = wire::kHeaderMagic;
     header.version = wire::kProtocolVersion;
     header.flow = request.flow;
@@ -416,13 +443,17 @@ void Engine::pump(size_t index) {
     header.reply_key = target_region->remote_key();
     header.reply_tag = tag;
 
+    std::memcpy(piece, &header, sizeof(header));
+    const size_t begin = partition.begin * dtype_bytes(buffers.source_dtype);
     fabric::Slice slices[2];
-    slices[0] = {server.header_region.get(), reinterpret_cast<const std::byte*>(&header),
-                 sizeof(header)};
-    if (payload) {
+    size_t slice_count = 1;
+    slices[0] = server.outgoing.slice(piece, sizeof(header));
+    if (payload && cheap_) {
       const MemoryRegion* source = request.active->sources[partition.leaf].get();
-      slices[1] = {source, source->data() + partition.begin * dtype_bytes(buffers.source_dtype),
-                   header.bytes};
+      slices[slice_count++] = {source, source->data() + begin, header.bytes};
+    } else if (payload) {
+      std::memcpy(piece + sizeof(header), buffers.source + begin, header.bytes);
+      slices[0].bytes += header.bytes;
     }
     Slot& slot = server.slots[index_of_slot];
     slot.tag = tag;
@@ -436,7 +467,7 @@ void Engine::pump(size_t index) {
     const fabric::RemoteSlice remote{
         server.grant.address + index_of_slot * server.grant.slot_stride, server.grant.key};
     Status posted =
-        endpoint->write(std::span(slices, payload ? 2 : 1), remote, index_of_slot, index_of_slot);
+        endpoint->write(std::span(slices, slice_count), remote, index_of_slot, index_of_slot);
     if (!posted.ok()) {
       lose(std::move(posted));
       return;
@@ -478,9 +509,9 @@ void Engine::finish_pull(Flow& flow) {
   if (status.ok()) {
     copy = [source, leaves = std::move(leaves)] {
       for (size_t i = 0; i < leaves.size(); ++i) {
-        if (!source->staging[i].empty() && leaves[i].target != nullptr) {
-          std::memcpy(leaves[i].target, source->staging[i].data(), source->staging[i].size());
-        }
+        const Pages& pages = source->staging[i].pages;
+        if (pages.bytes() > 0 && leaves[i].target != nullptr)
+          std::memcpy(leaves[i].target, pages.data(), pages.bytes());
       }
     };
   }
@@ -568,20 +599,24 @@ void Engine::connected(Server& server, const Event& event) {
     return;
   }
   std::memcpy(&grant, event.hello->payload.data(), sizeof(grant));
-  if (grant.slots == 0 || grant.slots > (1u << 20) || grant.slot_stride <= sizeof(wire::Header)) {
+  if (grant.slots == 0 || grant.slots > (1u << 20) || grant.slot_stride <= sizeof(wire::Header) ||
+      grant.slot_stride > (uint64_t{1} << 40)) {
     violation(index, "its landing grant is impossible");
     return;
   }
   server.grant = grant;
-  server.headers.resize(grant.slots);
-  auto region = fabric_->register_memory(reinterpret_cast<std::byte*>(server.headers.data()),
-                                         server.headers.size() * sizeof(wire::Header),
-                                         fabric::Access::kLocal);
-  if (!region.ok()) {
-    lose(region.status());
+  server.outgoing_stride = cheap_ ? sizeof(wire::Header) : grant.slot_stride;
+  auto pages = Pages::allocate(grant.slots * server.outgoing_stride,
+                               "what is on its way to " + server_name(index));
+  Status enrolled = pages.status();
+  if (enrolled.ok()) {
+    server.outgoing.pages = std::move(pages.value());
+    enrolled = server.outgoing.enrol(*fabric_, fabric::Access::kLocal);
+  }
+  if (!enrolled.ok()) {
+    lose(std::move(enrolled));
     return;
   }
-  server.header_region = std::move(region.value());
   server.slots.assign(grant.slots, Slot{});
   for (uint32_t slot = grant.slots; slot-- > 0;) server.free_slots.push_back(slot);
   server.connected = true;
@@ -647,6 +682,12 @@ void Engine::received(size_t index, const Event& event) {
                            std::to_string(event.bytes) + " bytes instead of " +
                            std::to_string(expected));
       return;
+    }
+    if (!cheap_ && request.active != nullptr &&
+        request.active->operation.kind != OperationKind::kPush) {
+      const size_t begin = partition.begin * dtype_bytes(flow.spec.leaves[partition.leaf].dtype);
+      std::memcpy(request.active->operation.leaves[partition.leaf].target + begin,
+                  flow.bounce[partition.leaf].pages.data() + begin, expected);
     }
     stats_.bytes_pulled += event.bytes;
     recorder_.add(Stage::kConsumed, request.flow, request.step, request.partition,
@@ -847,7 +888,7 @@ size_t Engine::server_of(EndpointId endpoint) const {
 }  // namespace
 
 Result<std::shared_ptr<WorkerEngine>> WorkerEngine::create(WorkerOptions options) {
-  auto fabric = fabric::make_tcp_fabric(fabric::Options{});
+  auto fabric = fabric::make_fabric(options.transport, fabric::Options{});
   if (!fabric.ok()) return fabric.status();
   return std::shared_ptr<WorkerEngine>(
       std::make_shared<Engine>(std::move(options), std::move(fabric.value())));

@@ -24,6 +24,7 @@ struct WorkerOptions {
   uint32_t worker = 0;  ///< index of this worker
   std::string job;
   uint64_t incarnation = 0;
+  fabric::TransportOptions transport;
   int spin_us = 0;  ///< how long the progress thread looks before it sleeps
   size_t recorder_capacity = 1 << 14;
 };
@@ -103,7 +104,8 @@ class WorkerEngine {
   virtual std::vector<Pending> pending(size_t limit) const = 0;
   virtual WorkerStats stats() const = 0;
   virtual std::vector<Record> records() const = 0;
-  virtual const char* transport() const = 0;
+  /// The transport, and what it chose, for people.
+  virtual std::string transport() const = 0;
   /// First reason for failure, or ok.
   virtual Status status() const = 0;
   /// Blocks until a data connection is lost or `fail` is called (true), or until `timeout_ms` has

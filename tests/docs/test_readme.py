@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxrdma.cli.coordinator import add_arguments
-from jaxrdma.cluster import ClusterSpec
+from jaxrdma.cluster import _PARSERS, ClusterSpec, VerbsSettings
 from tests.cluster.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,10 @@ def test_the_table_of_settings_names_what_the_code_reads() -> None:
         for row in rows
         for name in re.findall(r"`(\w+)`", row)
     }
-    read = {f"JAXRDMA_{field.upper()}" for field in ClusterSpec.__dataclass_fields__}
+    read_by_python = set(_PARSERS) | {"ibverbs_lib"}
+    read = {f"JAXRDMA_{name.upper()}" for name in read_by_python}
+    fields = set(ClusterSpec.__dataclass_fields__) | set(VerbsSettings.__dataclass_fields__)
+    assert fields - {"verbs"} == set(_PARSERS)
     assert named == read
 
 

@@ -1,7 +1,7 @@
 /* tests/native/test_fabric.cc: what every transport promises, and what hostile bytes on a tcp
    connection must not do.
 
-   Which transports is said by JAXRDMA_TEST_TRANSPORTS; see transports.h. */
+   TEST_TRANSPORT says which; see transports.h. */
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
 #include <netinet/tcp.h>
@@ -40,30 +40,17 @@ struct Transport {
 const Transport kTcp{"tcp", make_tcp_fabric, "127.0.0.1:0", UINT32_MAX, true};
 
 Result<std::unique_ptr<Fabric>> make_verbs(const Options& options) {
-  return make_verbs_fabric(options, {.device = testing::next_device()});
+  return make_fabric(testing::next_transport(), options);
 }
+const Transport kVerbs{"verbs", make_verbs, "127.0.0.1:0", 512, false};
 
-const std::vector<Transport>& transports() {
-  static const std::vector<Transport> all = [] {
-    std::vector<Transport> wanted;
-    for (const std::string& name : testing::transports()) {
-      if (name == "tcp") wanted.push_back(kTcp);
-      if (name == "verbs") wanted.push_back({"verbs", make_verbs, "127.0.0.1:0", 512, false});
-    }
-    return wanted;
-  }();
-  return all;
-}
-/// A test case that runs once per transport.
+/// What the promises are tested on.
+const Transport& transport_under_test() { return testing::transport() == "verbs" ? kVerbs : kTcp; }
+/// A test case of what every transport promises.
 #define TRANSPORT_TEST(title) DOCTEST_TEST_CASE_TRANSPORT(DOCTEST_ANONYMOUS(transport_test_), title)
-#define DOCTEST_TEST_CASE_TRANSPORT(function, title)  \
-  static void function(const Transport& transport);   \
-  TEST_CASE(title) {                                  \
-    for (const Transport& transport : transports()) { \
-      CAPTURE(transport.name);                        \
-      function(transport);                            \
-    }                                                 \
-  }                                                   \
+#define DOCTEST_TEST_CASE_TRANSPORT(function, title)     \
+  static void function(const Transport& transport);      \
+  TEST_CASE(title) { function(transport_under_test()); } \
   static void function([[maybe_unused]] const Transport& transport)
 
 // Far beyond what any of this takes, so that only a hang hits it, under sanitizers too.

@@ -17,6 +17,7 @@
 #include "engine/reduce.h"
 #include "engine/server.h"
 #include "engine/wire.h"
+#include "transports.h"
 
 using namespace jaxrdma;
 using Clock = std::chrono::steady_clock;
@@ -38,7 +39,7 @@ class Peer {
       : worker(worker), result_bytes_(partition_bytes), results_(partition_bytes * tags) {
     fabric::Options options;
     options.receive_depth = receive_depth;
-    fabric_ = std::move(fabric::make_tcp_fabric(options).value());
+    fabric_ = std::move(fabric::make_fabric(testing::next_transport(), options).value());
     results_region_ = std::move(
         fabric_->register_memory(results_.data(), results_.size(), fabric::Access::kRemoteWrite)
             .value());
@@ -234,6 +235,7 @@ ServerOptions options_for(uint32_t workers) {
   options.job = "job";
   options.partition_bytes = 1 << 16;
   options.slots_per_worker = 4;
+  options.transport = testing::next_transport();
   return options;
 }
 
@@ -1094,7 +1096,7 @@ TEST_CASE("closing ends waits and connections, and everything after it says so")
   CHECK(server->publish(0, 1).code() == Code::kCancelled);
   server->mark_left(0);
   CHECK(server->stats().bytes_pushed == 32);
-  CHECK(std::string(server->transport()) == "tcp");
+  CHECK(server->transport().starts_with(testing::transport()));
 }
 
 TEST_CASE("the flight recorder keeps what became of a partition") {

@@ -1,5 +1,4 @@
-/* test_worker_engine.cc: the worker's engine against real servers' engines, over tcp, in one
- * process. */
+/* test_worker_engine.cc: the worker's engine against real servers' engines, in one process. */
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include "engine/completer.h"
 #include "engine/server.h"
 #include "engine/worker.h"
+#include "transports.h"
 
 namespace jaxrdma {
 namespace {
@@ -55,6 +55,7 @@ class Cluster {
       options.partition_bytes = kPartitionBytes;
       options.slots_per_worker = 4;
       options.ordered = true;
+      options.transport = testing::next_transport();
       auto server = ServerEngine::create(options);
       REQUIRE(server.ok());
       servers_.push_back(server.value());
@@ -67,6 +68,7 @@ class Cluster {
       options.worker = w;
       options.job = "test";
       options.incarnation = 100 + w;
+      options.transport = testing::next_transport();
       auto worker = WorkerEngine::create(options);
       REQUIRE(worker.ok());
       workers_.push_back(worker.value());

@@ -1,8 +1,8 @@
-/* tests/native/transports.h: on which transports the tests of this folder run.
+/* tests/native/transports.h: on which transport the tests of this folder run.
 
-   JAXRDMA_TEST_TRANSPORTS lists them ("tcp,verbs"), tcp if it is not set. For verbs
-   JAXRDMA_TEST_DEVICES may list devices that can reach each other ("rxe0,rxe1"): the fabrics of a
-   test use them in turn, so that the bytes cross a wire. */
+   TEST_TRANSPORT names it, tcp if it is not set: to test another, run everything again. For verbs
+   TEST_RDMA_DEVICES may list devices that can reach each other ("rxe0,rxe1"): the fabrics of a test
+   use them in turn, so that the bytes cross a wire. */
 #pragma once
 
 #include <atomic>
@@ -14,31 +14,37 @@
 
 namespace testing {
 
-inline std::vector<std::string> listed(const char* variable, const char* otherwise) {
-  const char* value = std::getenv(variable);
-  std::vector<std::string> items;
-  std::string item;
-  for (const char* c = value == nullptr ? otherwise : value;; ++c) {
-    if (*c != ',' && *c != 0) {
-      item += *c;
-      continue;
-    }
-    if (!item.empty()) items.push_back(item);
-    item.clear();
-    if (*c == 0) return items;
-  }
-}
-
-inline const std::vector<std::string>& transports() {
-  static const std::vector<std::string> all = listed("JAXRDMA_TEST_TRANSPORTS", "tcp");
-  return all;
+inline const std::string& transport() {
+  static const std::string name = [] {
+    const char* value = std::getenv("TEST_TRANSPORT");
+    return std::string(value == nullptr ? "tcp" : value);
+  }();
+  return name;
 }
 
 /// The device that the next fabric uses; empty where any will do.
 inline std::string next_device() {
-  static const std::vector<std::string> devices = listed("JAXRDMA_TEST_DEVICES", "");
+  static const std::vector<std::string> devices = [] {
+    std::vector<std::string> listed;
+    const char* value = std::getenv("TEST_RDMA_DEVICES");
+    std::string rest = value == nullptr ? "" : value;
+    while (!rest.empty()) {
+      const size_t comma = rest.find(',');
+      listed.push_back(rest.substr(0, comma));
+      rest = comma == std::string::npos ? "" : rest.substr(comma + 1);
+    }
+    return listed;
+  }();
   static std::atomic<size_t> turn{0};
   return devices.empty() ? std::string() : devices[turn++ % devices.size()];
+}
+
+/// For the fabric that a test makes next.
+inline jaxrdma::fabric::TransportOptions next_transport() {
+  jaxrdma::fabric::TransportOptions options;
+  options.name = transport();
+  options.verbs.device = next_device();
+  return options;
 }
 
 }  // namespace testing
