@@ -377,11 +377,10 @@ void VerbsEndpoint::on_completions(std::span<const ibv_wc> completions) {
     }
   }
   if (dead() || queue_pair_ == nullptr) return;
-  if (state_ == State::kDraining) {
-    drained_maybe();
-    return;
-  }
-  if (failed_) return;
+  // Every receive comes back, used or flushed. Of the writes nothing needs to be known: the peer
+  // says how many it has received.
+  if (state_ == State::kDraining && receives_posted_ == 0) on_drained();
+  if (failed_ || queue_pair_ == nullptr) return;
   post_receives();
   if (state_ != State::kOpen) return;
   pump();
@@ -506,9 +505,8 @@ void VerbsEndpoint::break_link(const std::string& why) {
   set_deadline(std::min(link_deadline_ns_, now_ns() + kDrainNs));
 }
 
-void VerbsEndpoint::drained_maybe() {
-  const bool drained = receives_posted_ == 0 && done_work_request_ == last_work_request_;
-  if (!drained && deadline_ns_ > now_ns()) return;
+/// Everything that the old queue pair delivered has been seen.
+void VerbsEndpoint::on_drained() {
   drop_queue_pair();
   state_ = State::kBroken;
   if (accepted_) {
@@ -676,7 +674,7 @@ void VerbsEndpoint::on_deadline() {
     return;
   }
   if (state_ == State::kDraining) {
-    drained_maybe();
+    on_drained();
   } else if (state_ == State::kBroken && !accepted_) {
     rebuild();
   }

@@ -133,7 +133,7 @@ class VerbsEndpoint final : public Endpoint {
 
   void maybe_open();
   void break_link(const std::string& why);
-  void drained_maybe();
+  void on_drained();
   void rebuild();
   void answer_rebuild();
   void resume(const Message& theirs);

@@ -1,0 +1,193 @@
+/* tests/native/test_verbs.cc: what only the verbs fabric has: queue pairs that fail and are
+   replaced.
+
+   Needs an RDMA device, so it runs with TEST_TRANSPORT=verbs only. TEST_LONG=1: 100,000 messages
+   and 50 failures. */
+#include "fabric/verbs/library.h"
+
+#if JAXRDMA_HAVE_VERBS
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "fabric/verbs/fabric.h"
+#include "transports.h"
+
+namespace {
+
+using namespace jaxrdma;
+using namespace jaxrdma::fabric;
+using Clock = std::chrono::steady_clock;
+using Kind = Event::Kind;
+
+#define VERBS_TEST(title) TEST_CASE(title* doctest::skip(testing::transport() != "verbs"))
+
+constexpr size_t kSlots = 16;
+constexpr size_t kSlotBytes = 8192;
+
+uint64_t checksum(const std::byte* data, size_t bytes) {  // FNV-1a
+  uint64_t sum = 14695981039346656037ull;
+  for (size_t i = 0; i < bytes; ++i)
+    sum = (sum ^ static_cast<uint64_t>(data[i])) * 1099511628211ull;
+  return sum;
+}
+
+/// Lies at the beginning of a slot.
+struct Letter {
+  uint64_t number;
+  uint64_t bytes;  ///< that follow
+  uint64_t sum;    ///< of what follows
+};
+
+/// One end of a stream of letters in both directions: writes letters 0, 1, ... into the peer's
+/// slots, and checks those that come.
+class Correspondent {
+ public:
+  explicit Correspondent(uint32_t seed)
+      : random_(seed), out_(kSlots * kSlotBytes), in_(out_.size()) {
+    auto made = make_fabric(testing::next_transport(), {.receive_depth = kSlots});
+    REQUIRE_MESSAGE(made.ok(), made.status().message());
+    fabric = std::move(made.value());
+    out_region_ =
+        std::move(fabric->register_memory(out_.data(), out_.size(), Access::kLocal).value());
+    in_region_ =
+        std::move(fabric->register_memory(in_.data(), in_.size(), Access::kRemoteWrite).value());
+    for (uint32_t i = 0; i < kSlots; ++i) free_.push_back(i);
+  }
+
+  Endpoint* endpoint() { return fabric->endpoint(id); }
+  RemoteSlice inbox() const {
+    return {reinterpret_cast<uint64_t>(in_region_->data()), in_region_->remote_key()};
+  }
+
+  void write_all(uint64_t upto, RemoteSlice there) {
+    while (sent < upto && !free_.empty() && endpoint()->credits() > 0) {
+      // A slot's own place at the peer: it was released there before its credit came back.
+      const uint32_t slot = static_cast<uint32_t>(sent % kSlots);
+      const auto found = std::find(free_.begin(), free_.end(), slot);
+      if (found == free_.end()) return;
+      free_.erase(found);
+      std::byte* place = out_.data() + slot * kSlotBytes;
+      Letter letter{sent, random_() % (kSlotBytes - sizeof(Letter)), 0};
+      if (sent % 3 == 0) letter.bytes %= 100;  // short ones are copied into the work request
+      for (size_t i = 0; i < letter.bytes; ++i)
+        place[sizeof(letter) + i] = static_cast<std::byte>(random_());
+      letter.sum = checksum(place + sizeof(letter), letter.bytes);
+      std::memcpy(place, &letter, sizeof(letter));
+      const Slice slice{out_region_.get(), place, sizeof(letter) + letter.bytes};
+      const Status posted =
+          endpoint()->write({&slice, 1}, {there.address + slot * kSlotBytes, there.key},
+                            static_cast<Immediate>(sent), slot);
+      REQUIRE_MESSAGE(posted.ok(), posted.message());
+      ++sent;
+    }
+  }
+
+  bool poll() {
+    events_.clear();
+    const bool moved = fabric->poll(events_);
+    for (const Event& event : events_) {
+      if (event.kind == Kind::kConnected) id = event.endpoint, connected = true;
+      if (event.kind == Kind::kDisconnected) ended = event.status.message();
+      if (event.kind == Kind::kWriteDone) free_.push_back(static_cast<uint32_t>(event.request));
+      if (event.kind == Kind::kReceived) receive(event);
+    }
+    return moved;
+  }
+
+  std::unique_ptr<Fabric> fabric;
+  EndpointId id = 0;
+  bool connected = false;
+  std::string ended;
+  uint64_t sent = 0, received = 0, wrong = 0;
+
+ private:
+  void receive(const Event& event) {
+    const std::byte* place = in_.data() + received % kSlots * kSlotBytes;
+    Letter letter;
+    std::memcpy(&letter, place, sizeof(letter));
+    const bool right = event.immediate == static_cast<Immediate>(received) &&
+                       letter.number == received && event.bytes == sizeof(letter) + letter.bytes &&
+                       letter.sum == checksum(place + sizeof(letter), letter.bytes);
+    wrong += !right;
+    ++received;
+    if (Endpoint* open = endpoint()) open->release(1);
+  }
+
+  std::minstd_rand random_;
+  std::vector<std::byte> out_, in_;
+  std::unique_ptr<MemoryRegion> out_region_, in_region_;
+  std::vector<uint32_t> free_;
+  std::vector<Event> events_;
+};
+
+bool turn(Correspondent& a, Correspondent& b, const std::function<bool()>& done) {
+  const auto deadline = Clock::now() + std::chrono::seconds(60);
+  while (!done()) {
+    const bool moved = a.poll() | b.poll();
+    if (moved) continue;
+    if (Clock::now() > deadline) return false;
+    a.fabric->wait(1);
+    b.fabric->wait(1);
+  }
+  return true;
+}
+
+/// What a fault of the device does to a queue pair.
+void break_queue_pair(Correspondent& who) {
+  auto& endpoint = static_cast<verbs::VerbsEndpoint&>(*who.endpoint());
+  if (endpoint.queue_pair() != nullptr) endpoint.queue_pair()->fail();
+}
+
+}  // namespace
+
+VERBS_TEST("queue pairs that fail are replaced, and no letter is lost, changed or doubled") {
+  const bool full = std::getenv("TEST_LONG") != nullptr;
+  const uint64_t letters = full ? 50'000 : 2'000;  // in each direction
+  const uint64_t failures = full ? 50 : 10;
+  Correspondent a(1), b(2);
+  const std::string address =
+      b.fabric
+          ->listen("127.0.0.1:0", [](EndpointId, const Hello&) { return std::vector<std::byte>(); })
+          .value();
+  Hello hello;
+  hello.job = "letters";
+  hello.token.resize(Hello::kTokenBytes);
+  a.id = a.fabric->connect(address, hello, 20'000).value();
+  REQUIRE(turn(a, b, [&] { return a.connected && b.connected; }));
+  std::minstd_rand random(7);
+  for (uint64_t failure = 1; failure <= failures; ++failure) {
+    CAPTURE(failure);
+    const uint64_t upto = letters * failure / failures;
+    const uint64_t moment = letters * (failure - 1) / failures + random() % (letters / failures);
+    bool broken = false;
+    REQUIRE(turn(a, b, [&] {
+      if (!a.ended.empty() || !b.ended.empty()) return true;
+      a.write_all(upto, b.inbox());
+      b.write_all(upto, a.inbox());
+      if (!broken && a.sent >= moment) {
+        broken = true;
+        // One side, the other, or both at once.
+        const uint32_t which = random() % 3;
+        if (which != 1) break_queue_pair(a);
+        if (which != 0) break_queue_pair(b);
+      }
+      return a.received == upto && b.received == upto;
+    }));
+    REQUIRE_MESSAGE(a.ended.empty(), a.ended);
+    REQUIRE_MESSAGE(b.ended.empty(), b.ended);
+  }
+  CHECK(a.wrong == 0);
+  CHECK(b.wrong == 0);
+  CHECK(a.sent == letters);
+  CHECK(b.sent == letters);
+}
+
+#endif
