@@ -14,11 +14,14 @@ import selectors
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 PORT = "/dev/vport*p1"  # the only one; udev, which would give it a better name, does not run here
 PORT_S = 20.0
-READS_AFTER_THE_END = 32  # more than a pipe holds: what a process wrote before it ended is all passed on
+READS_AFTER_THE_END = (
+    32  # more than a pipe holds: what a process wrote before it ended is all passed on
+)
 
 
 class Command:
@@ -75,7 +78,7 @@ class Agent:
             data = data[os.write(self.port, data) :]
 
     def serve(self) -> None:
-        self.tell({"ready": float(open("/proc/uptime").read().split()[0])})
+        self.tell({"ready": float(Path("/proc/uptime").read_text().split()[0])})
         received = b""
         while True:
             for key, _ in self.selector.select():

@@ -89,7 +89,9 @@ class Command:
             return re.search(pattern, self.output, re.MULTILINE)
 
         self.guest.wait_until(
-            lambda: found() or self.exit_status is not None, timeout, f"{self.name} to say {pattern!r}"
+            lambda: found() or self.exit_status is not None,
+            timeout,
+            f"{self.name} to say {pattern!r}",
         )
         match = found()
         if match is None:
@@ -121,15 +123,16 @@ class Monitor:
     """QEMU's own control channel, QMP."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._file = connection.makefile("rw")
         connection.settimeout(30.0)
+        self._connection = connection
+        self._file = connection.makefile()
         self._read()  # the greeting
         self.execute("qmp_capabilities")
 
     def execute(self, command: str, **arguments: Any) -> Any:
         """One command; returns what QEMU returns."""
-        self._file.write(json.dumps({"execute": command, "arguments": arguments}) + "\n")
-        self._file.flush()
+        request = {"execute": command, "arguments": arguments}
+        self._connection.sendall(json.dumps(request).encode() + b"\n")
         while True:
             answer = self._read()
             if "error" in answer:
@@ -176,7 +179,9 @@ class Guest:
         if reasons:
             raise GuestError("; ".join([*reasons, "try: python -m tests.guest setup"]))
         self.name = name
-        self.changed = threading.Condition()  # guards what the reader changes: commands, their state
+        self.changed = (
+            threading.Condition()
+        )  # guards what the reader changes: commands, their state
         self._commands: dict[int, Command] = {}
         self._dead = False
         self._deadline = time.monotonic() + time_limit
@@ -189,18 +194,47 @@ class Guest:
         self._qmp, far_qmp = socket.socketpair()
         descriptors = [far_agent.fileno(), far_qmp.fileno()]
         arguments = [
-            *("-name", name, "-machine", "q35", "-cpu", "max", "-smp", str(processors), "-m", memory),
+            *(
+                "-name",
+                name,
+                "-machine",
+                "q35",
+                "-cpu",
+                "max",
+                "-smp",
+                str(processors),
+                "-m",
+                memory,
+            ),
             # Emulated even where there is KVM, whose nested kind may hang; so it is alike everywhere.
-            *("-accel", "tcg,thread=multi", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+            *(
+                "-accel",
+                "tcg,thread=multi",
+                "-nodefaults",
+                "-no-user-config",
+                "-display",
+                "none",
+                "-no-reboot",
+            ),
             *("-kernel", str(CACHE / "vmlinuz"), "-initrd", str(CACHE / "initramfs.gz")),
             *("-append", self._kernel_arguments()),
-            *("-chardev", f"file,id=console,path={self.out}/console.log", "-serial", "chardev:console"),
+            *(
+                "-chardev",
+                f"file,id=console,path={self.out}/console.log",
+                "-serial",
+                "chardev:console",
+            ),
             *self._share("root", Path("/"), "readonly=on,multidevs=remap"),
             *self._share("out", self.out, "multidevs=remap"),
             *("-device", "virtio-rng-pci", "-device", "virtio-serial-pci"),
             *("-chardev", f"socket,id=agent,fd={far_agent.fileno()}"),
             *("-device", "virtserialport,chardev=agent,name=agent"),
-            *("-chardev", f"socket,id=qmp,fd={far_qmp.fileno()}", "-mon", "chardev=qmp,mode=control"),
+            *(
+                "-chardev",
+                f"socket,id=qmp,fd={far_qmp.fileno()}",
+                "-mon",
+                "chardev=qmp,mode=control",
+            ),
         ]
         if cable is not None:
             descriptors.append(cable.fileno())
@@ -224,7 +258,9 @@ class Guest:
         finally:
             far_agent.close()
             far_qmp.close()
-        self._reader = threading.Thread(target=self._read, name=f"jaxrdma-guest-{name}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, name=f"jaxrdma-guest-{name}", daemon=True
+        )
         self._reader.start()
         self._monitor: Monitor | None = None
 
@@ -237,7 +273,10 @@ class Guest:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -430,7 +469,10 @@ class Wire:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
