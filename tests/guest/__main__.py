@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from tests.guest.guest import CACHE, HERE, Command, Guest, GuestError, missing
 
@@ -123,6 +124,10 @@ def check() -> int:
     return 1
 
 
+def terminate(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
 def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -157,8 +162,9 @@ def main() -> int:
     run_parser.add_argument("command", nargs="+", metavar="command", help="after --")
     options = parser.parse_args()
 
-    # So that every context is left; Ctrl-C does this by itself.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # So that every context is left. A shell starts what runs in its background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, terminate)
     try:
         match options.what:
             case "setup":

@@ -109,6 +109,7 @@ class Agent:
             self.tell({"id": request["run"], "exit": 127})
             return
         self.commands[command.id] = command
+        assert command.output is not None
         self.selector.register(command.output, selectors.EVENT_READ, (self.forward, command))
         self.selector.register(command.end, selectors.EVENT_READ, (self.finish, command))
 

@@ -67,7 +67,7 @@ class Command:
         self.guest = guest
         self.name = name
         self.exit_status: int | None = None  # negative: the signal that ended it
-        self._id = identity
+        self.identity = identity
         self._echo = echo
         self._output = bytearray()
 
@@ -102,13 +102,14 @@ class Command:
 
     def write(self, text: str) -> None:
         """To its standard input; it must have been started with `input=True`."""
-        self.guest.tell({"write": self._id, "text": text.encode().decode("latin-1")})
+        self.guest.tell({"write": self.identity, "text": text.encode().decode("latin-1")})
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to it and to what it started."""
-        self.guest.tell({"kill": self._id, "signal": int(number)})
+        self.guest.tell({"kill": self.identity, "signal": int(number)})
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def take(self, message: dict[str, Any]) -> None:
+        """From the agent; only the guest's reader calls this."""
         if "output" in message:
             data = message["output"].encode("latin-1")
             self._output += data
@@ -155,8 +156,8 @@ class Guest:
 
     **Arguments:**
 
-    - `out`: its `/out`, written through at once from both sides, and where `console.log` goes. A folder that is
-      removed at the end, if not given.
+    - `out`: its `/out`, written through at once from both sides, and where `console.log` and `qemu.log` go. A folder
+      that is removed at the end, if not given.
     - `name`: its host name.
     - `cable`: a datagram socket that carries the frames of its `eth0`; without, it has no network device.
     - `hardware_address`: of `eth0`.
@@ -242,15 +243,16 @@ class Guest:
             nic = f"virtio-net-pci,netdev=cable,id=eth0,mac={hardware_address},romfile="
             arguments += ["-device", nic]
         try:
-            self._process = subprocess.Popen(
-                # Even SIGKILL of this process leaves no QEMU behind.
-                ["setpriv", "--pdeathsig", "KILL", QEMU, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=descriptors,
-                start_new_session=True,  # Ctrl-C is for us: the context ends it
-            )
+            with (self.out / "qemu.log").open("wb") as complaints:
+                self._process = subprocess.Popen(
+                    # Even SIGKILL of this process leaves no QEMU behind.
+                    ["setpriv", "--pdeathsig", "KILL", QEMU, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=complaints,
+                    pass_fds=descriptors,
+                    start_new_session=True,  # Ctrl-C is for us: the context ends it
+                )
         except BaseException:
             self._agent.close()
             self._qmp.close()
@@ -285,8 +287,6 @@ class Guest:
         self._process.kill()
         self._process.wait()
         self._reader.join()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
         if self._monitor is not None:
             self._monitor.close()
         self._agent.close()
@@ -319,7 +319,7 @@ class Guest:
         with self.changed:
             started = Command(self, len(self._commands), name, echo)
             self._commands[len(self._commands)] = started
-        request = {"run": started._id, "argv": argv, "cwd": str(folder)}
+        request = {"run": started.identity, "argv": argv, "cwd": str(folder)}
         self.tell({**request, "env": dict(environment or {}), "input": input})
         return started
 
@@ -372,7 +372,7 @@ class Guest:
 
     def _obituary(self) -> str:
         status = self._process.wait()
-        said = self._process.stderr.read().decode(errors="replace") if self._process.stderr else ""
+        said = (self.out / "qemu.log").read_text(errors="replace")
         return (
             f"{self.name} died, QEMU ended with {status}: {said.strip()}\n"
             f"its console ends with:\n{self.console()}"
@@ -414,7 +414,7 @@ class Guest:
                     if "ready" in message:
                         self.boot_seconds = message["ready"]
                     else:
-                        self._commands[message["id"]]._take(message)
+                        self._commands[message["id"]].take(message)
                 self.changed.notify_all()
             if not data:
                 return

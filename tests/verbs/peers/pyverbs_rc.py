@@ -168,7 +168,9 @@ def loop(devices: list[str], options: argparse.Namespace) -> None:
 def far(end: End, connection: socket.socket, options: argparse.Namespace, writes: bool) -> None:
     """One end, the other is behind `connection`; they go in step, a line each."""
     connection.settimeout(CONTROL_S)
-    file = connection.makefile()  # to read: one for both ways would forget at a write what it has read ahead
+    file = (
+        connection.makefile()
+    )  # to read: one for both ways would forget at a write what it has read ahead
 
     def exchange(line: str) -> str:
         connection.sendall(line.encode() + b"\n")
