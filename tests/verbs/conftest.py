@@ -19,14 +19,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=NOT_RUN))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [
-        report
-        for report in terminalreporter.stats.get("skipped", [])
-        if NOT_RUN in str(report.longrepr)
-    ]
-    if skipped:
-        terminalreporter.section("verbs: NOT RUN", yellow=True)
-        terminalreporter.write_line(f"{len(skipped)} tests of tests/verbs were {NOT_RUN}")
