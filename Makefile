@@ -16,12 +16,13 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # scikit-build-core starts CMake by itself; this reaches it.
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-.PHONY: clang-tidy help demo test lint format bench wheel clean native-tests python-tests
+.PHONY: clang-tidy help demo test lint format bench wheel clean native-tests python-tests test-verbs
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train on the digits data set with one server and two workers, on this machine'
-	@echo 'make test    lint, native tests (plain and under both sanitizers), Python tests'
+	@echo 'make test    lint, native tests (plain and under both sanitizers), Python tests, test-verbs'
+	@echo 'make test-verbs   what needs an RDMA device, in a virtual machine that has one'
 	@echo 'make lint    formatting, types, likely mistakes     make format  let the formatters write'
 	@echo 'make bench   against the collectives that JAX has   make wheel   dist/*.whl'
 	@echo 'make clean   remove .venv and everything built'
@@ -31,12 +32,18 @@ demo: $(STAMPS)/demo
 
 test: $(STAMPS)/dev
 	@.ci/system-packages $(PYTHON) test
+	@$(BIN)/python -m tests.guest setup || true
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory native-tests
 	@$(MAKE) --no-print-directory python-tests
+	@$(MAKE) --no-print-directory test-verbs
 
 python-tests: $(STAMPS)/dev
 	$(BIN)/pytest
+
+# Last in `test`: where it cannot run, it says so in the last line, and succeeds.
+test-verbs: $(STAMPS)/dev
+	@$(BIN)/python -m tests.guest suite
 
 native-tests: native-test-release native-test-asan native-test-tsan
 

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,18 @@ def make_job(tmp_path: Path, no_leftovers: None) -> Iterator[Callable[..., Job]]
     yield make
     for job in jobs:
         job.__exit__()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Tests that this machine cannot run are not passed over: skips that say "not run: ..." are repeated at the end."""
+    reasons = Counter(
+        reason.removeprefix("Skipped: ")
+        for _, _, reason in (
+            report.longrepr for report in terminalreporter.stats.get("skipped", [])
+        )
+        if reason.startswith("Skipped: not run: ")
+    )
+    if reasons:
+        terminalreporter.section("NOT RUN", yellow=True)
+        for reason, count in reasons.items():
+            terminalreporter.write_line(f"{count} tests {reason}")
