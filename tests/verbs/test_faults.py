@@ -1,0 +1,276 @@
+"""Engines over verbs, without JAX: every fault ends in right numbers, or in an error that names its cause."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ENGINES = Path(__file__).parent / "engines.py"
+ROOT = Path(__file__).parents[2]
+# A dead link is noticed within 0.5 s.
+QUICK = ("timeout=14", "retry_count=6")
+
+
+class Process:
+    """One engine's process, whose lines are read as they come."""
+
+    def __init__(self, *arguments: str, prefix: tuple[str, ...] = ()) -> None:
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, str(ENGINES), *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str, seconds: float = 40) -> re.Match[str]:
+        """The first line that matches, now or later."""
+        deadline = time.monotonic() + seconds
+        seen = 0
+        with self._changed:
+            while True:
+                for line in self.lines[seen:]:
+                    if found := re.search(pattern, line):
+                        return found
+                seen = len(self.lines)
+                left = deadline - time.monotonic()
+                if self._ended or left <= 0:
+                    pytest.fail(f"no line like {pattern!r} but:\n{self.output}")
+                self._changed.wait(left)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float = 60) -> int:
+        try:
+            status = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds} s:\n{self.output}")
+        self._reader.join(10)
+        return status
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._reader.join(10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class Job:
+    """One server on rxe1, two workers on rxe0, so that all bytes cross the cable."""
+
+    def __init__(self) -> None:
+        self.processes: list[Process] = []
+
+    def start(self, *arguments: str, prefix: tuple[str, ...] = ()) -> Process:
+        process = Process(*arguments, prefix=prefix)
+        self.processes.append(process)
+        return process
+
+    def train(self, *options: str, verbs: tuple[str, ...] = QUICK) -> tuple[Process, list[Process]]:
+        server = self.start("server", "0", *options, "--verbs", "device=rxe1", *verbs)
+        address = server.wait_for("^listening (.*)$")[1]
+        workers = [
+            self.start("worker", str(i), address, *options, "--verbs", "device=rxe0", *verbs)
+            for i in range(2)
+        ]
+        return server, workers
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.end()
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, timeout=20)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    try:
+        yield job
+    finally:
+        job.end()
+        subprocess.run(
+            ["tc", "qdisc", "del", "dev", "v0", "root"], capture_output=True, check=False
+        )
+        run("ip", "link", "set", "v1", "up")
+
+
+def finished_well(workers: list[Process]) -> None:
+    for worker in workers:
+        assert worker.wait() == 0, worker.output
+        assert worker.lines[-1] == "done", worker.output
+
+
+@pytest.mark.timeout(120)
+def test_means_are_right_and_the_choice_is_told(job: Job) -> None:
+    server, workers = job.train()
+    finished_well(workers)
+    for process, device in ((server, "rxe1"), (workers[0], "rxe0")):
+        process.wait_for(
+            rf"^transport verbs, {device} port 1, GID 10\.88\.0\.\d .*RoCE v2.*MTU 4096"
+        )
+
+
+@pytest.mark.timeout(120)
+def test_a_cable_pulled_for_3_seconds_is_survived(job: Job) -> None:
+    _, workers = job.train("--steps", "60", "--pause", "0.1")
+    workers[0].wait_for("^step 5$")
+    run("ip", "link", "set", "v1", "down")
+    time.sleep(3)
+    run("ip", "link", "set", "v1", "up")
+    finished_well(workers)
+
+
+@pytest.mark.timeout(120)
+def test_a_cable_pulled_for_good_is_named_on_both_sides(job: Job) -> None:
+    server, workers = job.train(
+        "--steps", "1000", "--pause", "0.1", verbs=(*QUICK, "link_timeout_ms=3000")
+    )
+    workers[0].wait_for("^step 5$")
+    run("ip", "link", "set", "v1", "down")
+    for worker in workers:
+        assert worker.wait() == 3, worker.output
+        said = worker.wait_for("^failed UNAVAILABLE: ").string
+        assert "server 0" in said and "the link between rxe0 port 1 here and" in said, said
+        assert "rxe1 port 1" in said and "did not come back within 3 s" in said, said
+        assert "port 1 of rxe0 on this side went down" in said, said
+    for index in range(2):
+        server.wait_for(rf"^WORKER_LOST worker {index}: .*link")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("loss", ["0.5%", "3%"])
+def test_lost_packets_change_nothing(job: Job, loss: str) -> None:
+    run("tc", "qdisc", "add", "dev", "v0", "root", "netem", "loss", loss)
+    _, workers = job.train("--steps", "10")
+    finished_well(workers)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_server_is_noticed_at_once(job: Job) -> None:
+    server, workers = job.train("--steps", "1000", "--pause", "0.02")
+    workers[1].wait_for("^step 3$")
+    server.signal(signal.SIGKILL)
+    for worker in workers:
+        assert worker.wait(30) == 3, worker.output
+        worker.wait_for("^failed UNAVAILABLE: lost the data connection to server 0")
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_worker_is_noticed_at_once(job: Job) -> None:
+    server, workers = job.train("--steps", "1000", "--pause", "0.02")
+    workers[1].wait_for("^step 3$")
+    workers[1].signal(signal.SIGKILL)
+    server.wait_for("^WORKER_LOST worker 1", 15)
+
+
+@pytest.mark.timeout(120)
+def test_a_stopped_worker_is_waited_for(job: Job) -> None:
+    _, workers = job.train("--steps", "30", "--pause", "0.05")
+    workers[1].wait_for("^step 3$")
+    workers[1].signal(signal.SIGSTOP)
+    time.sleep(5)
+    workers[1].signal(signal.SIGCONT)
+    finished_well(workers)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("device=rxe9", 'there is no RDMA device "rxe9" on this machine; there is rxe0, rxe1'),
+        ("port=7", "device rxe0 has no port 7"),
+        (
+            "gid_index=99",
+            "GID index 99 of rxe0 port 1 is empty; filled are 0 .*, 1 .10.88.0.1, RoCE v2",
+        ),
+        ("pkey_index=9", "pkey index 9 of rxe0: the table has 1 entries"),
+        ("timeout=32", "timeout 0 to 31"),
+    ],
+)
+def test_a_wrong_choice_is_refused_with_what_there_is(
+    job: Job, settings: str, expected: str
+) -> None:
+    device = () if settings.startswith("device") else ("device=rxe0",)
+    process = job.start("server", "0", "--verbs", *device, settings)
+    assert process.wait() == 3, process.output
+    process.wait_for(expected)
+
+
+@pytest.mark.timeout(60)
+def test_a_port_that_is_down_is_named(job: Job) -> None:
+    run("ip", "link", "set", "v1", "down")
+    process = job.start("server", "0", "--verbs", "device=rxe1")
+    assert process.wait() == 3, process.output
+    process.wait_for("^failed UNAVAILABLE: no port of device rxe1 is active .port 1 is DOWN.")
+
+
+@pytest.mark.timeout(60)
+def test_too_little_locked_memory_is_named_with_the_cure(job: Job) -> None:
+    # Root may lock what it likes, so another user is needed.
+    limited = ("setpriv", "--reuid=65534", "--clear-groups", "prlimit", "--memlock=65536:65536")
+    process = job.start("server", "0", "--verbs", "device=rxe0", prefix=limited)
+    assert process.wait() == 3, process.output
+    process.wait_for("^failed RESOURCE: .*this process may lock 64 KiB .*ulimit -l unlimited")
+
+
+@pytest.mark.timeout(60)
+def test_missing_device_nodes_are_named(job: Job) -> None:
+    hidden = (
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs none /dev/infiniband && exec "$@"',
+        "sh",
+    )
+    process = job.start("server", "0", "--verbs", "device=rxe0", prefix=hidden)
+    assert process.wait() == 3, process.output
+    process.wait_for("^failed UNAVAILABLE: .*/dev/infiniband")
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_of_another_transport_is_told(job: Job) -> None:
+    server = job.start("server", "0", "--verbs", "device=rxe1")
+    address = server.wait_for("^listening (.*)$")[1]
+    worker = job.start("worker", "0", address, "--transport", "tcp")
+    assert worker.wait() == 3, worker.output
+    worker.wait_for("transport verbs, the peer another")
+
+
+def test_the_library_that_is_named_must_be_there(job: Job) -> None:
+    process = job.start(
+        "server", "0", prefix=("env", "JAXRDMA_IBVERBS_LIB=/nowhere/libibverbs.so.1")
+    )
+    assert process.wait() == 3, process.output
+    process.wait_for("^failed UNAVAILABLE: the verbs library could not be opened: /nowhere")
