@@ -66,7 +66,7 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 40) -> int:
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -112,6 +112,16 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True, timeout=20)
 
 
+def pull_the_cable() -> None:
+    run("ip", "link", "set", "v1", "down")
+
+
+def plug_the_cable() -> None:
+    run("ip", "link", "set", "v1", "up")
+    # Went with the link.
+    run("ip", "route", "replace", "10.88.0.1", "dev", "v1", "src", "10.88.0.2", "table", "101")
+
+
 @pytest.fixture
 def job() -> Iterator[Job]:
     job = Job()
@@ -122,7 +132,7 @@ def job() -> Iterator[Job]:
         subprocess.run(
             ["tc", "qdisc", "del", "dev", "v0", "root"], capture_output=True, check=False
         )
-        run("ip", "link", "set", "v1", "up")
+        plug_the_cable()
 
 
 def finished_well(workers: list[Process]) -> None:
@@ -145,9 +155,9 @@ def test_means_are_right_and_the_choice_is_told(job: Job) -> None:
 def test_a_cable_pulled_for_3_seconds_is_survived(job: Job) -> None:
     _, workers = job.train("--steps", "60", "--pause", "0.1")
     workers[0].wait_for("^step 5$")
-    run("ip", "link", "set", "v1", "down")
+    pull_the_cable()
     time.sleep(3)
-    run("ip", "link", "set", "v1", "up")
+    plug_the_cable()
     finished_well(workers)
 
 
@@ -157,7 +167,7 @@ def test_a_cable_pulled_for_good_is_named_on_both_sides(job: Job) -> None:
         "--steps", "1000", "--pause", "0.1", verbs=(*QUICK, "link_timeout_ms=3000")
     )
     workers[0].wait_for("^step 5$")
-    run("ip", "link", "set", "v1", "down")
+    pull_the_cable()
     for worker in workers:
         assert worker.wait() == 3, worker.output
         said = worker.wait_for("^failed UNAVAILABLE: ").string
@@ -169,9 +179,8 @@ def test_a_cable_pulled_for_good_is_named_on_both_sides(job: Job) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("loss", ["0.5%", "3%"])
-def test_lost_packets_change_nothing(job: Job, loss: str) -> None:
-    run("tc", "qdisc", "add", "dev", "v0", "root", "netem", "loss", loss)
+def test_lost_packets_change_nothing(job: Job) -> None:
+    run("tc", "qdisc", "add", "dev", "v0", "root", "netem", "loss", "3%")
     _, workers = job.train("--steps", "10")
     finished_well(workers)
 
@@ -229,7 +238,7 @@ def test_a_wrong_choice_is_refused_with_what_there_is(
 
 @pytest.mark.timeout(60)
 def test_a_port_that_is_down_is_named(job: Job) -> None:
-    run("ip", "link", "set", "v1", "down")
+    pull_the_cable()
     process = job.start("server", "0", "--verbs", "device=rxe1")
     assert process.wait() == 3, process.output
     process.wait_for("^failed UNAVAILABLE: no port of device rxe1 is active .port 1 is DOWN.")
