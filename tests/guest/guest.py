@@ -35,7 +35,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 QEMU = "qemu-system-x86_64"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrdma-guest"
-BOOT_S = 90.0  # 3 to 7 s on an idle machine, more where two guests share a core with other work
+# Limits, for machines that have other work too: an idle one takes a tenth of either.
+BOOT_S = 120.0
+SET_UP_S = 100.0
 TAIL = 30  # lines of the console that an error shows
 
 
@@ -367,7 +369,7 @@ class Guest:
 
     def _set_up(self, call: str) -> None:
         command = self.start(f". {HERE}/devices.sh\n{call}")
-        if command.wait() != 0:
+        if command.wait(SET_UP_S) != 0:
             raise GuestError(f"{call} failed in {self.name}:\n{command.output}\n{self.console()}")
 
     def _obituary(self) -> str:
