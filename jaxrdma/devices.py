@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import importlib
 import importlib.machinery
 import importlib.util
@@ -24,6 +25,8 @@ READERS = ("auto", "pyverbs", "native")
 
 # Where Debian's python3-pyverbs lies; a virtual environment does not look there.
 _DEBIAN = Path("/usr/lib/python3/dist-packages/pyverbs")
+_SYSFS = Path("/sys/class")
+_DEV = Path("/dev/infiniband")
 
 
 @dataclass(frozen=True)
@@ -145,12 +148,55 @@ def read_devices(reader: str = "auto") -> Inventory:
             why = f"JAXRDMA_IBVERBS_LIB={library} is for it alone"
         else:
             try:
-                return Inventory("pyverbs", "it can be imported", read_with_pyverbs())
+                return Inventory("pyverbs", "it can be imported", complete(read_with_pyverbs()))
             except TransportError as error:
                 why = str(error)
     if reader == "pyverbs":
-        return Inventory(reader, why, read_with_pyverbs())
-    return Inventory("native", why, read_with_native())
+        return Inventory(reader, why, complete(read_with_pyverbs()))
+    return Inventory("native", why, complete(read_with_native()))
+
+
+def kernel_devices() -> tuple[str, ...]:
+    """The names of the RDMA devices that the kernel shows, whether libibverbs does or not."""
+    return tuple(sorted(path.name for path in (_SYSFS / "infiniband").glob("*")))
+
+
+def device_nodes() -> dict[str, Path]:
+    """The path under /dev that each device should have, whether it is there or not."""
+    found: dict[str, Path] = {}
+    for entry in sorted((_SYSFS / "infiniband_verbs").glob("uverbs*")):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            found[(entry / "ibdev").read_text().strip()] = _DEV / entry.name
+    return found
+
+
+def complete(found: Sequence[Device]) -> tuple[Device, ...]:
+    """`found`, and what libibverbs hides: it leaves out a device without a node or a driver, and says of a node that
+    may not be opened that there is none.
+    """
+    from jaxrdma import _native
+
+    nodes = {name: node for name, node in device_nodes().items() if node.exists()}
+    made: list[Device] = []
+    for device in found:
+        node = nodes.get(device.name)
+        if device.problem and node is not None and not os.access(node, os.R_OK | os.W_OK):
+            text = _native.explain_open(device.name, errno.EACCES)
+            made.append(Device(device.name, problem=f"{text} (here {node})"))
+        else:
+            made.append(device)
+    for name in kernel_devices():
+        if any(name == device.name for device in found):
+            continue
+        if name in nodes:
+            problem = (
+                "libibverbs has no driver for it: install the providers (Debian: ibverbs-providers) of its own "
+                "version"
+            )
+        else:
+            problem = _native.explain_open(name, errno.ENOENT)
+        made.append(Device(name, problem=problem))
+    return tuple(made)
 
 
 def read_with_native() -> tuple[Device, ...]:
@@ -507,9 +553,7 @@ def rank(
     choice = ranked[0] if ranked and not _barred(ranked[0], settings) else None
     if choice is None:
         others = tuple((c, _barred(c, settings)) for c in ranked)
-        causes = [f"{c.name}: {why}" for c, why in others if not why.startswith("JAXRDMA_")]
-        causes += [f"{where}: {why}" for where, why in unusable]
-        return Ranking(None, "; ".join(causes) or "there is no RDMA device", others, unusable)
+        return Ranking(None, _no_choice(others, unusable), others, unusable)
     others = tuple((c, _barred(c, settings) or _lost_by(c, choice, question)) for c in ranked[1:])
     return Ranking(choice, _reason(choice, question, settings), others, unusable)
 
@@ -548,6 +592,17 @@ def _barred(candidate: Candidate, settings: VerbsSettings) -> str:
             "device (or an SR-IOV function of it) into the container"
         )
     return ""
+
+
+def _no_choice(others: Sequence[tuple[Candidate, str]], unusable: Sequence[tuple[str, str]]) -> str:
+    """Every cause once, with the places that have it."""
+    places: dict[str, list[str]] = {}
+    causes = [(f"{c.device} port {c.port.number}", why) for c, why in others]
+    for where, why in [*causes, *unusable]:
+        if not why.startswith("JAXRDMA_") and where not in places.setdefault(why, []):
+            places[why].append(where)
+    text = "; ".join(f"{', '.join(where)}: {why}" for why, where in places.items())
+    return text or "there is no RDMA device"
 
 
 def _lost_by(loser: Candidate, winner: Candidate, question: _Question) -> str:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrdma import devices
-from jaxrdma.errors import TransportError
+from jaxrdma.cluster import VerbsSettings
+from jaxrdma.errors import ConfigError, TransportError
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 
 # What a landing slot holds beside its partition.
 _SLOT_HEADER_BYTES = 64
 _CAP_IPC_LOCK = 14
-_CORE_MODULES = ("ib_core", "ib_uverbs")
+# Each by a folder that it makes, also where it is built into the kernel.
+_CORE = {"ib_core": "/sys/class/infiniband", "ib_uverbs": "/sys/class/infiniband_verbs"}
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class Needs:
 
 @dataclass(frozen=True)
 class Node:
-    """A device node under /dev/infiniband, as this user sees it."""
+    """The node of a device under /dev/infiniband, as this user sees it. `mode`: "0666"; empty if it is not there."""
 
     path: str
+    device: str
     mode: str
     usable: bool
 
@@ -64,9 +67,9 @@ class Facts:
 
     **Arguments:**
 
-    - `modules`: kernel modules that are loaded, or built in.
+    - `modules`: those of ib_core and ib_uverbs that are loaded, or built in.
     - `kernel_devices`: names in /sys/class/infiniband.
-    - `nodes`: /dev/infiniband/uverbs*.
+    - `nodes`: /dev/infiniband/uverbs*, as the kernel's devices should have them.
     - `library`, `library_problem`: libibverbs's path, or why it cannot be opened.
     - `providers`: file names of the drivers that lie beside the library.
     - `lock_soft`, `lock_hard`: bytes of memory that this process may lock; `None`: no limit.
@@ -108,20 +111,18 @@ def gather() -> Facts:
         for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
     )
     return Facts(
-        modules=frozenset(_names(Path("/sys/module"))),
-        kernel_devices=tuple(sorted(_names(Path("/sys/class/infiniband")))),
+        modules=frozenset(name for name, folder in _CORE.items() if Path(folder).exists()),
+        kernel_devices=devices.kernel_devices(),
         nodes=tuple(
-            Node(
-                str(node), f"{node.stat().st_mode & 0o777:04o}", os.access(node, os.R_OK | os.W_OK)
-            )
-            for node in sorted(Path("/dev/infiniband").glob("uverbs*"))
+            Node(str(path), name, _mode(path), os.access(path, os.R_OK | os.W_OK))
+            for name, path in devices.device_nodes().items()
         ),
         library=library,
         library_problem=problem,
         providers=_providers(library),
         lock_soft=soft,
         lock_hard=hard,
-        may_lock_all=_has_capability(_CAP_IPC_LOCK),
+        may_lock_all=_has_ipc_lock(),
         seen=seen,
         seen_problem=seen_problem,
         none_reason=none_reason,
@@ -135,22 +136,33 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
+def _mode(path: Path) -> str:
+    try:
+        return f"{path.stat().st_mode & 0o777:04o}"
+    except OSError:
+        return ""
+
+
 def _providers(library: str) -> tuple[str, ...]:
     folder = Path(os.path.realpath(library)).parent / "libibverbs"
     return tuple(sorted(n for n in _names(folder) if n.endswith(".so"))) if library else ()
 
 
-def _has_capability(number: int) -> bool:
+def _has_ipc_lock() -> bool:
     try:
         status = Path("/proc/self/status").read_text()
+        users = Path("/proc/self/uid_map").read_text().split()
     except OSError:
         return False
+    # The kernel asks for the machine's own right; root of a user namespace (a rootless container) lacks it.
+    if users != ["0", "0", "4294967295"]:
+        return False
     held = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return held is not None and bool(int(held[1], 16) >> number & 1)
+    return held is not None and bool(int(held[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
-def examine(facts: Facts, needs: Needs) -> list[Check]:
-    """What `facts` mean for a job of that size. Pure.
+def examine(facts: Facts, needs: Needs, settings: VerbsSettings) -> list[Check]:
+    """What `facts` mean for a job of that size, and for the device that the settings name. Pure.
 
     What only a device has (ports, addresses, MTU) is judged where there is one.
     """
@@ -161,7 +173,7 @@ def examine(facts: Facts, needs: Needs) -> list[Check]:
         _provider_check(facts),
         _locked("server", needs.server_bytes, facts),
         _locked("worker", needs.worker_bytes, facts),
-        _device_check(facts),
+        _device_check(facts, settings),
     ]
     for device in facts.seen:
         checks += _ports(device, facts.seen)
@@ -169,10 +181,7 @@ def examine(facts: Facts, needs: Needs) -> list[Check]:
 
 
 def _modules(facts: Facts) -> Check:
-    missing = [name for name in _CORE_MODULES if name not in facts.modules]
-    # The kernel may have them built in, without a folder in /sys/module.
-    if facts.kernel_devices and facts.nodes:
-        missing = []
+    missing = [name for name in _CORE if name not in facts.modules]
     if missing:
         return Check(
             "kernel modules",
@@ -194,20 +203,24 @@ def _modules(facts: Facts) -> Check:
 def _nodes(facts: Facts) -> Check:
     name = "device nodes"
     if not facts.nodes:
-        if facts.kernel_devices:
-            advice = "in a container pass them in (docker: --device=/dev/infiniband); else load ib_uverbs"
-        else:
-            advice = "they come with the first device: see kernel modules"
-        return Check(name, FAILED, "no /dev/infiniband/uverbs*", advice)
-    closed = [node for node in facts.nodes if not node.usable]
+        advice = "see kernel modules: they come with the first device"
+        return Check(name, FAILED, "no device has one", advice)
+    bad = [node for node in facts.nodes if not node.usable]
+    if not bad:
+        shown = ", ".join(f"{node.path} ({node.device}, {node.mode})" for node in facts.nodes)
+        return Check(name, OK, shown)
+    absent = ", ".join(f"{node.path} ({node.device})" for node in bad if not node.mode)
+    closed = ", ".join(f"{node.path} ({node.device}, {node.mode})" for node in bad if node.mode)
+    found: list[str] = []
+    advices: list[str] = []
+    if absent:
+        found.append(f"missing: {absent}")
+        advices.append("in a container pass them in (docker: --device=/dev/infiniband)")
     if closed:
-        return Check(
-            name,
-            FAILED if len(closed) == len(facts.nodes) else WARNING,
-            "this user may not open " + ", ".join(f"{n.path} ({n.mode})" for n in closed),
-            "mode 0666 is usual: install rdma-core's udev rules, or join the group that owns them",
-        )
-    return Check(name, OK, ", ".join(f"{node.path} ({node.mode})" for node in facts.nodes))
+        found.append(f"this user may not open {closed}")
+        advices.append("mode 0666 is usual: install rdma-core's udev rules, or join their group")
+    outcome = FAILED if len(bad) == len(facts.nodes) else WARNING
+    return Check(name, outcome, "; ".join(found), "; ".join(advices))
 
 
 def _library(facts: Facts) -> Check:
@@ -226,10 +239,11 @@ def _provider_check(facts: Facts) -> Check:
     if facts.library_problem:
         return Check(name, FAILED, "unknown without libibverbs", "see libibverbs")
     shown = {device.name for device in facts.seen}
-    lost = [device for device in facts.kernel_devices if device not in shown]
+    # Without its node libibverbs leaves a device out before it looks for a driver.
+    lost = [node.device for node in facts.nodes if node.mode and node.device not in shown]
     known = [re.sub(r"^lib|-rdmav\d+\.so$|\.so$", "", provider) for provider in facts.providers]
     found = ", ".join(known) or f"none beside {facts.library}"
-    if lost and facts.nodes:
+    if lost:
         return Check(
             name,
             FAILED,
@@ -268,11 +282,14 @@ def _locked(role: str, need: int, facts: Facts) -> Check:
     )
 
 
-def _device_check(facts: Facts) -> Check:
+def _device_check(facts: Facts, settings: VerbsSettings) -> Check:
     if not facts.seen:
         why = facts.seen_problem or facts.none_reason
         return Check("devices", FAILED, why, "mend the above first; transport tcp works without")
-    choice = devices.rank(facts.seen).choice
+    try:
+        choice = devices.rank(facts.seen, settings=settings).choice
+    except ConfigError as error:
+        return Check("devices", FAILED, str(error), "correct or unset that variable")
     if choice is None:
         return Check(
             "devices",

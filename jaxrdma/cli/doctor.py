@@ -9,6 +9,7 @@ from rich.text import Text
 
 from jaxrdma import doctor
 from jaxrdma.cli import make_console
+from jaxrdma.cli.devices import verbs_settings
 from jaxrdma.errors import ConfigError
 
 _NEEDS = doctor.Needs()
@@ -29,7 +30,7 @@ and from where, the job will be run.
 exit codes:
   0      nothing failed; there may be warnings
   1      something failed
-  2      the arguments are wrong"""
+  2      the arguments or the environment are wrong"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,16 +58,17 @@ def run(args: argparse.Namespace) -> int:
     for name, number in numbers.items():
         if number < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {number}: expected at least 1")
-    checks = doctor.examine(doctor.gather(), doctor.Needs(**numbers))
+    checks = doctor.examine(doctor.gather(), doctor.Needs(**numbers), verbs_settings())
     failed = any(check.outcome == doctor.FAILED for check in checks)
     if args.json:
         print(json.dumps({"ok": not failed, "checks": [asdict(c) for c in checks]}, indent=2))
         return int(failed)
-    table = Table(title="this machine, for RDMA", show_lines=True)
-    table.add_column("check", min_width=12)
+    table = Table(title="this machine, for RDMA")
+    table.add_column("check", no_wrap=True)
     table.add_column("outcome", no_wrap=True)
-    table.add_column("found")
-    table.add_column("what to do")
+    # A path is broken rather than cut.
+    table.add_column("found", overflow="fold")
+    table.add_column("what to do", overflow="fold")
     for check in checks:
         table.add_row(
             check.name, Text(check.outcome, _STYLES[check.outcome]), check.found, check.advice
