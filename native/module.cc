@@ -19,6 +19,9 @@
 #include "engine/server.h"
 #include "engine/wire.h"
 #include "engine/worker.h"
+#include "fabric/verbs/device.h"
+#include "fabric/verbs/explain.h"
+#include "fabric/verbs/library.h"
 #include "ffi/registry.h"
 
 namespace nb = nanobind;
@@ -321,6 +324,55 @@ void bind_server(nb::module_& m) {
       .def("close", &ServerEngine::close, Unlocked());
 }
 
+std::variant<std::string, Status> ibverbs_path() {
+  if (Status loaded = fabric::verbs::load_library(); !loaded.ok()) return loaded;
+  return fabric::verbs::library_path();
+}
+
+void bind_devices(nb::module_& m) {
+  m.def("ibverbs_path", &ibverbs_path, Unlocked());
+#if JAXRDMA_HAVE_VERBS
+  using fabric::verbs::DeviceInfo;
+  using fabric::verbs::GidEntry;
+  using fabric::verbs::PortInfo;
+  nb::class_<GidEntry>(m, "RdmaGid")
+      .def_ro("index", &GidEntry::index)
+      .def_prop_ro("gid",
+                   [](const GidEntry& self) { return nb::bytes(self.gid.data(), self.gid.size()); })
+      .def_ro("type", &GidEntry::type)
+      .def_ro("net_device", &GidEntry::net_device);
+  nb::class_<PortInfo>(m, "RdmaPort")
+      .def_ro("number", &PortInfo::number)
+      .def_ro("state", &PortInfo::state)
+      .def_ro("link_layer", &PortInfo::link_layer)
+      .def_ro("active_mtu", &PortInfo::active_mtu)
+      .def_ro("max_message", &PortInfo::max_message)
+      .def_ro("lid", &PortInfo::lid)
+      .def_ro("pkeys", &PortInfo::pkeys)
+      .def_ro("gids", &PortInfo::gids);
+  nb::class_<DeviceInfo>(m, "RdmaDevice")
+      .def_ro("name", &DeviceInfo::name)
+      .def_ro("firmware", &DeviceInfo::firmware)
+      .def_ro("max_qp", &DeviceInfo::max_qp)
+      .def_ro("max_qp_wr", &DeviceInfo::max_qp_wr)
+      .def_ro("max_cqe", &DeviceInfo::max_cqe)
+      .def_ro("max_mr_size", &DeviceInfo::max_mr_size)
+      .def_ro("ports", &DeviceInfo::ports)
+      .def_ro("problem", &DeviceInfo::problem);
+  m.def("rdma_devices", [] { return to_variant(fabric::verbs::list_devices()); }, Unlocked());
+  m.def("explain_no_device", &fabric::verbs::explain_no_device, Unlocked());
+  m.def("explain_open", &fabric::verbs::explain_open, nb::arg("device"), nb::arg("error"));
+#else
+  // Built without the header: the one status that says so.
+  m.def("rdma_devices", &fabric::verbs::load_library);
+  m.def("explain_no_device", [] { return fabric::verbs::load_library().message(); });
+  m.def(
+      "explain_open",
+      [](const std::string&, int) { return fabric::verbs::load_library().message(); },
+      nb::arg("device"), nb::arg("error"));
+#endif
+}
+
 }  // namespace
 }  // namespace jaxrdma
 
@@ -332,4 +384,5 @@ NB_MODULE(_native, m) {
   jaxrdma::bind_common(m);
   jaxrdma::bind_worker(m);
   jaxrdma::bind_server(m);
+  jaxrdma::bind_devices(m);
 }

@@ -5,18 +5,24 @@ A module of a subcommand has `DESCRIPTION`, `EPILOG`, `add_arguments(parser)` an
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrdma.errors import ConfigError, JaxRdmaError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # name: (module, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("jaxrdma.cli.launch", "start servers and workers of a script on this machine"),
     "coordinator": ("jaxrdma.cli.coordinator", "run the coordinator of a job by hand"),
     "server": ("jaxrdma.cli.server", "run one server of a job by hand"),
+    "devices": ("jaxrdma.cli.devices", "show this machine's RDMA devices, and which is used"),
+    "doctor": ("jaxrdma.cli.doctor", "check what this machine needs for RDMA, and say what to do"),
 }
 
 EXIT_CODES = """exit codes:
@@ -63,6 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def make_console() -> "Console":
+    """Where tables go. Text is shown as it is: an IPv6 address is neither markup nor an emoji."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120  # a file or a pipe has no width of its own
+    return console
 
 
 def read_secret(path: str | None) -> str | None:

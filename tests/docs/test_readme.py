@@ -14,6 +14,7 @@ import pytest
 
 from jaxrdma.cli.coordinator import add_arguments
 from jaxrdma.cluster import _PARSERS, ClusterSpec, VerbsSettings
+from jaxrdma.devices import kernel_devices
 from tests.cluster.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,33 @@ def test_the_first_command_by_hand_is_understood() -> None:
     (line,) = [command for command in commands() if command.startswith("jaxrdma coordinator")]
     args = parser.parse_args(shlex.split(line)[2:])
     assert (args.listen, args.workers, args.servers) == ("127.0.0.1:7000", 2, 1)
+
+
+@pytest.mark.parametrize("name", ["devices", "doctor"])
+def test_the_commands_about_this_machine_print_what_stands_there(name: str) -> None:
+    shown = dict(block.removeprefix("$ jaxrdma ").split("\n", 1) for block in blocks("console"))
+    result = subprocess.run(
+        [sys.executable, "-m", "jaxrdma", name],
+        env=os.environ | {"COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode in (0, 1) and result.stdout, result.stderr
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    expected = shown[name].splitlines()
+    if kernel_devices():
+        return  # what stands there is of a machine without
+    assert result.returncode == 1
+    if (
+        name == "doctor"
+    ):  # what is found differs from machine to machine; what is looked at does not
+        cells = [
+            [line.split("│")[1].strip() for line in t if "│" in line] for t in (lines, expected)
+        ]
+        assert list(filter(None, cells[0])) == list(filter(None, cells[1]))
+    elif "could not be opened" not in result.stdout and "built without" not in result.stdout:
+        assert lines == expected
 
 
 def test_the_table_of_settings_names_what_the_code_reads() -> None:
