@@ -6,11 +6,11 @@
    header itself is missing at build time, JAXRDMA_HAVE_VERBS is 0 and `load_library` says so. */
 #pragma once
 
-#if __has_include(<infiniband/verbs.h>)
-#define JAXRDMA_HAVE_VERBS 1
+#ifndef JAXRDMA_HAVE_VERBS  // CMakeLists.txt says it
+#error JAXRDMA_HAVE_VERBS must be 0 or 1
+#endif
+#if JAXRDMA_HAVE_VERBS
 #include <infiniband/verbs.h>
-#else
-#define JAXRDMA_HAVE_VERBS 0
 #endif
 
 #include <string>
