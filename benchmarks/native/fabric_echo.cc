@@ -91,7 +91,8 @@ int serve(int address_pipe, bool add, int spin_us, size_t chunk_of_first) {
       fabric->register_memory(reinterpret_cast<std::byte*>(sum), buffer_bytes, Access::kLocal)
           .value());
   const Grant own{reinterpret_cast<uintptr_t>(landing), region->remote_key()};
-  auto address = fabric->listen("127.0.0.1:0", [&](EndpointId, const Hello&) { return encode(own); });
+  auto address =
+      fabric->listen("127.0.0.1:0", [&](EndpointId, const Hello&) { return encode(own); });
   if (!address.ok()) fail(address.status().message());
   if (::write(address_pipe, address.value().c_str(), address.value().size() + 1) < 0) fail("pipe");
 

@@ -1,8 +1,12 @@
 """Tests in this folder need RDMA devices: `make test-verbs` runs them in a guest, and elsewhere they say so."""
 
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.verbs.job import Job, plug_the_cable
 
 HERE = Path(__file__).parent
 NEEDED = ("rxe0", "rxe1")  # as tests/guest/devices.sh makes them, each reached from the other
@@ -19,3 +23,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=NOT_RUN))
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    try:
+        yield job
+    finally:
+        job.end()
+        subprocess.run(
+            ["tc", "qdisc", "del", "dev", "v0", "root"], capture_output=True, check=False
+        )
+        plug_the_cable()

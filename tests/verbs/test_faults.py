@@ -1,144 +1,16 @@
 """Engines over verbs, without JAX: every fault ends in right numbers, or in an error that names its cause."""
 
-import re
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ENGINES = Path(__file__).parent / "engines.py"
-ROOT = Path(__file__).parents[2]
-# A dead link is noticed within 0.5 s.
-QUICK = ("timeout=14", "retry_count=6")
-
-
-class Process:
-    """One engine's process, whose lines are read as they come."""
-
-    def __init__(self, *arguments: str, prefix: tuple[str, ...] = ()) -> None:
-        self.lines: list[str] = []
-        self._changed = threading.Condition()
-        self._ended = False
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, str(ENGINES), *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._changed:
-                self.lines.append(line.rstrip("\n"))
-                self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    @property
-    def output(self) -> str:
-        return "\n".join(self.lines)
-
-    def wait_for(self, pattern: str, seconds: float = 40) -> re.Match[str]:
-        """The first line that matches, now or later."""
-        deadline = time.monotonic() + seconds
-        seen = 0
-        with self._changed:
-            while True:
-                for line in self.lines[seen:]:
-                    if found := re.search(pattern, line):
-                        return found
-                seen = len(self.lines)
-                left = deadline - time.monotonic()
-                if self._ended or left <= 0:
-                    pytest.fail(f"no line like {pattern!r} but:\n{self.output}")
-                self._changed.wait(left)
-
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def wait(self, seconds: float = 40) -> int:
-        try:
-            status = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {seconds} s:\n{self.output}")
-        self._reader.join(10)
-        return status
-
-    def end(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        self._reader.join(10)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-
-class Job:
-    """One server on rxe1, two workers on rxe0, so that all bytes cross the cable."""
-
-    def __init__(self) -> None:
-        self.processes: list[Process] = []
-
-    def start(self, *arguments: str, prefix: tuple[str, ...] = ()) -> Process:
-        process = Process(*arguments, prefix=prefix)
-        self.processes.append(process)
-        return process
-
-    def train(self, *options: str, verbs: tuple[str, ...] = QUICK) -> tuple[Process, list[Process]]:
-        server = self.start("server", "0", *options, "--verbs", "device=rxe1", *verbs)
-        address = server.wait_for("^listening (.*)$")[1]
-        workers = [
-            self.start("worker", str(i), address, *options, "--verbs", "device=rxe0", *verbs)
-            for i in range(2)
-        ]
-        return server, workers
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.end()
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, timeout=20)
-
-
-def pull_the_cable() -> None:
-    run("ip", "link", "set", "v1", "down")
-
-
-def plug_the_cable() -> None:
-    run("ip", "link", "set", "v1", "up")
-    # Went with the link.
-    run("ip", "route", "replace", "10.88.0.1", "dev", "v1", "src", "10.88.0.2", "table", "101")
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    job = Job()
-    try:
-        yield job
-    finally:
-        job.end()
-        subprocess.run(
-            ["tc", "qdisc", "del", "dev", "v0", "root"], capture_output=True, check=False
-        )
-        plug_the_cable()
+from tests.verbs.job import QUICK, Job, Process, plug_the_cable, pull_the_cable, run
 
 
 def finished_well(workers: list[Process]) -> None:
     for worker in workers:
-        assert worker.wait() == 0, worker.output
-        assert worker.lines[-1] == "done", worker.output
+        worker.finish("done")
 
 
 @pytest.mark.timeout(120)
@@ -246,8 +118,8 @@ def test_a_port_that_is_down_is_named(job: Job) -> None:
 
 @pytest.mark.timeout(60)
 def test_too_little_locked_memory_is_named_with_the_cure(job: Job) -> None:
-    # Root may lock what it likes, so another user is needed.
-    limited = ("setpriv", "--reuid=65534", "--clear-groups", "prlimit", "--memlock=65536:65536")
+    # Root may lock what it likes, unless it lacks the capability.
+    limited = ("setpriv", "--bounding-set=-ipc_lock", "prlimit", "--memlock=65536:65536")
     process = job.start("server", "0", "--verbs", "device=rxe0", prefix=limited)
     assert process.wait() == 3, process.output
     process.wait_for("^failed RESOURCE: .*this process may lock 64 KiB .*ulimit -l unlimited")

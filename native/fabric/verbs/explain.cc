@@ -5,6 +5,7 @@
 
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -59,9 +60,12 @@ std::string explain_no_device() {
            "/sys/class/infiniband is empty, so the kernel knows of none. Load the driver "
            "(mlx5_ib, rdma_rxe with `rdma link add`, ...), or choose transport=\"tcp\"";
   }
-  if (!fs::exists("/dev/infiniband", ignored)) {
+  const auto nodes = fs::directory_iterator("/dev/infiniband", ignored);
+  if (std::none_of(begin(nodes), end(nodes), [](const fs::directory_entry& entry) {
+        return entry.path().filename().string().starts_with("uverbs");
+      })) {
     return text +
-           "the kernel has some but /dev/infiniband is missing. In a container pass it in "
+           "the kernel has some but /dev/infiniband/uverbs* are missing. In a container pass it in "
            "(docker: --device=/dev/infiniband); else load ib_uverbs";
   }
   return text +
