@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +171,10 @@ def device_nodes() -> dict[str, Path]:
 
 
 def complete(found: Sequence[Device]) -> tuple[Device, ...]:
-    """`found`, and what libibverbs hides: it leaves out a device without a node or a driver, and says of a node that
-    may not be opened that there is none.
+    """`found`, and what libibverbs hides.
+
+    It leaves out a device without a node or a driver, says of a node that may not be opened that there is none, and
+    takes a network device of another namespace for one of this.
     """
     from jaxrdma import _native
 
@@ -184,7 +186,11 @@ def complete(found: Sequence[Device]) -> tuple[Device, ...]:
             text = _native.explain_open(device.name, errno.EACCES)
             made.append(Device(device.name, problem=f"{text} (here {node})"))
         else:
-            made.append(device)
+            ports = tuple(
+                replace(port, gids=tuple(_own_net_device(device, port, gid) for gid in port.gids))
+                for port in device.ports
+            )
+            made.append(replace(device, ports=ports))
     for name in kernel_devices():
         if any(name == device.name for device in found):
             continue
@@ -197,6 +203,20 @@ def complete(found: Sequence[Device]) -> tuple[Device, ...]:
             problem = _native.explain_open(name, errno.ENOENT)
         made.append(Device(name, problem=problem))
     return tuple(made)
+
+
+def _own_net_device(device: Device, port: Port, gid: Gid) -> Gid:
+    """`gid`, without a network device that is another namespace's.
+
+    libibverbs gives the number of the network device, which may be another one's number in this namespace; the kernel
+    gives its name.
+    """
+    place = _SYSFS / "infiniband" / device.name / "ports" / str(port.number)
+    try:
+        name = (place / "gid_attrs" / "ndevs" / str(gid.index)).read_text().strip()
+    except OSError:
+        return gid  # some kernels and containers do not tell
+    return gid if name == gid.net_device else replace(gid, net_device="")
 
 
 def read_with_native() -> tuple[Device, ...]:
@@ -460,9 +480,8 @@ def _blame_route(c: Candidate, q: _Question) -> str:
 
 
 def _is_infiniband(c: Candidate) -> bool:
-    return (
-        c.port.link_layer == "InfiniBand"
-    )  # addressed by LID: what its GID looks like is no matter
+    # Addressed by LID: what its GID looks like is no matter.
+    return c.port.link_layer == "InfiniBand"
 
 
 # The order, most important first.

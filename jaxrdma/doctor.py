@@ -101,7 +101,10 @@ def gather() -> Facts:
     seen: tuple[devices.Device, ...] = ()
     seen_problem = none_reason = ""
     try:
-        seen = devices.read_with_native()  # the library that training uses
+        shown = devices.read_with_native()  # by the library that training uses
+        names = {device.name for device in shown}
+        # What it leaves out is judged by itself: see device nodes and providers.
+        seen = tuple(device for device in devices.complete(shown) if device.name in names)
     except TransportError as error:
         seen_problem = str(error)
     else:

@@ -497,6 +497,18 @@ def test_what_libibverbs_hides_is_shown_with_its_reason(monkeypatch, tmp_path):
     assert "--device=/dev/infiniband" in problems["nodeless"]
 
 
+def test_a_network_device_that_has_the_number_but_not_the_name_is_another_namespaces(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(devices, "_SYSFS", tmp_path)
+    names = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1" / "gid_attrs" / "ndevs"
+    names.mkdir(parents=True)
+    (names / str(V2_IPV4.index)).write_text("elsewhere\n")
+    (names / str(V2_IPV6.index)).write_text("eth0\n")
+    (device,) = devices.complete([Device("mlx5_0", ports=(roce(V2_IPV4, V2_IPV6, V2_LOCAL),))])
+    assert device.ports[0].gids == (replace(V2_IPV4, net_device=""), V2_IPV6, V2_LOCAL)
+
+
 def test_a_cause_that_many_share_is_told_once():
     ranking = rank(
         [Device(f"mlx5_{i}", ports=(roce(V2_IPV4, V2_IPV6, state="DOWN"),)) for i in (0, 1)]
