@@ -58,6 +58,8 @@ const char* state_name(ibv_port_state state) {
 std::vector<GidEntry> query_gids(ibv_context* context, const std::string& device, uint8_t number,
                                  const ibv_port_attr& port) {
   const bool ethernet = port.link_layer == IBV_LINK_LAYER_ETHERNET;
+  const std::string folder =
+      "/sys/class/infiniband/" + device + "/ports/" + std::to_string(number) + "/gid_attrs";
   std::vector<GidEntry> found;
   const auto add = [&](int index, const ibv_gid& raw, std::string type, std::string net_device) {
     GidEntry entry{index, {}, std::move(type), std::move(net_device)};
@@ -72,18 +74,24 @@ std::vector<GidEntry> query_gids(ibv_context* context, const std::string& device
     for (ssize_t i = 0; i < count; ++i) {
       const ibv_gid_entry& entry = table[static_cast<size_t>(i)];
       if (entry.port_num != number) continue;
-      char name[IF_NAMESIZE] = "";
-      if (entry.ndev_ifindex != 0) if_indextoname(entry.ndev_ifindex, name);
+      // The number of a network device in another namespace may be that of a stranger here, so the
+      // kernel's name for it is compared; some kernels and containers do not tell it.
+      char here[IF_NAMESIZE] = "";
+      if (entry.ndev_ifindex != 0) if_indextoname(entry.ndev_ifindex, here);
+      std::string name = first_line(folder + "/ndevs/" + std::to_string(entry.gid_index));
+      if (name.empty()) {
+        name = here;
+      } else if (name != here) {
+        name.clear();
+      }
       add(static_cast<int>(entry.gid_index), entry.gid,
           entry.gid_type == IBV_GID_TYPE_ROCE_V2   ? "RoCE v2"
           : entry.gid_type == IBV_GID_TYPE_ROCE_V1 ? "RoCE v1"
                                                    : "IB",
-          name);
+          std::move(name));
     }
     return found;
   }
-  const std::string folder =
-      "/sys/class/infiniband/" + device + "/ports/" + std::to_string(number) + "/gid_attrs";
   for (int i = 0; i < port.gid_tbl_len; ++i) {
     ibv_gid raw{};
     if (ibv_query_gid(context, number, i, &raw) != 0) continue;  // unreadable in some containers

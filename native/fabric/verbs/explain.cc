@@ -4,6 +4,7 @@
 #if JAXRDMA_HAVE_VERBS
 
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -27,6 +28,20 @@ bool has_ipc_lock() {
   return false;
 }
 
+/// Whether the device's node is there, and closed to this user.
+bool node_is_closed(const std::string& device) {
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator("/sys/class/infiniband_verbs", ignored)) {
+    std::ifstream file(entry.path() / "ibdev");
+    std::string name;
+    if (!std::getline(file, name) || name != device) continue;
+    const std::string node = "/dev/infiniband/" + entry.path().filename().string();
+    return fs::exists(node, ignored) && access(node.c_str(), R_OK | W_OK) != 0;
+  }
+  return false;
+}
+
 std::string limit_text(rlim_t limit) {
   return limit == RLIM_INFINITY ? "unlimited" : std::to_string(limit / 1024) + " KiB";
 }
@@ -39,6 +54,8 @@ std::string errno_text(int error) {
 
 std::string explain_open(const std::string& device, int error) {
   std::string text = "RDMA device " + device + " could not be opened: " + errno_text(error);
+  // libibverbs says ENOENT of a node that is there and may not be opened, too.
+  if (error == ENOENT && node_is_closed(device)) error = EACCES;
   if (error == EACCES || error == EPERM) {
     text += "; this user may not open /dev/infiniband/uverbs*: see its owner and mode";
   } else if (error == ENOENT || error == ENODEV || error == ENXIO) {
