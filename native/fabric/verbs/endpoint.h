@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "fabric/fabric.h"
+#include "fabric/tcp/endpoint.h"
 #include "fabric/tcp/ring.h"
 #include "fabric/verbs/frame.h"
 #include "fabric/verbs/queue_pair.h"
@@ -36,7 +37,7 @@ namespace jaxrdma::fabric::verbs {
 
 class VerbsFabric;
 
-inline constexpr int64_t kNever = INT64_MAX;
+using tcp::kNever;
 
 /// Receives beyond those that writes may use: for credits. Credits of two grants at most are on the
 /// way at one time, as a grant is only made when the peer has used up half of what it had.
@@ -82,7 +83,6 @@ class VerbsEndpoint final : public Endpoint {
   bool dead() const { return state_ == State::kDead; }
   bool buried() const { return buried_; }
   void bury() { buried_ = true; }
-  bool open() const { return state_ == State::kOpen; }
   const std::shared_ptr<QueuePair>& queue_pair() const { return queue_pair_; }
   void fail(Status why) { end(std::move(why)); }
 

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 
@@ -47,10 +46,6 @@ std::string limit_text(rlim_t limit) {
 }
 
 }  // namespace
-
-std::string errno_text(int error) {
-  return std::string(std::strerror(error)) + " (errno " + std::to_string(error) + ")";
-}
 
 std::string explain_open(const std::string& device, int error) {
   std::string text = "RDMA device " + device + " could not be opened: " + errno_text(error);

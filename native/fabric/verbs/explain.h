@@ -9,11 +9,11 @@
 #include <string>
 
 #include "base/status.h"
+#include "fabric/tcp/socket.h"
 
 namespace jaxrdma::fabric::verbs {
 
-/// "Connection refused (errno 111)".
-std::string errno_text(int error);
+using tcp::errno_text;
 
 /// Why `ibv_open_device` of `device` failed.
 std::string explain_open(const std::string& device, int error);

@@ -3,8 +3,6 @@
 
 #if JAXRDMA_HAVE_VERBS
 
-#include <poll.h>
-
 #include <algorithm>
 #include <array>
 #include <cerrno>
