@@ -144,8 +144,6 @@ void VerbsEndpoint::on_setup(uint32_t generation, const Status& status) {
 void VerbsEndpoint::maybe_open() {
   if (state_ != State::kPairing || !local_ready_ || !remote_ready_) return;
   state_ = State::kOpen;
-  link_deadline_ns_ = kNever;
-  broken_why_.clear();
   set_deadline(kNever);
   if (!connected_) {
     connected_ = announced_ = true;
@@ -156,8 +154,10 @@ void VerbsEndpoint::maybe_open() {
     fabric_.emit(std::move(event));
     return;
   }
+  // The first message over a link made anew proves that it works, though nobody else may have
+  // anything to send.
+  send_grant(true);
   pump();
-  if (state_ == State::kOpen) grant_if_due();
   flushed_maybe();
 }
 
@@ -365,11 +365,13 @@ void VerbsEndpoint::on_completions(std::span<const ibv_wc> completions) {
     if (completion.wr_id == kReceive) {
       --receives_posted_;
       if (completion.status == IBV_WC_SUCCESS) {
+        on_proof();
         on_received(completion);
       } else if (!failed_) {
         on_send_failed(completion);
       }
     } else if (completion.status == IBV_WC_SUCCESS) {
+      on_proof();
       retire(completion.wr_id);
     } else {
       done_work_request_ = std::max<uint64_t>(done_work_request_, completion.wr_id);
@@ -468,6 +470,18 @@ void VerbsEndpoint::on_queue_pair_event(const char* what, bool path) {
   }
 }
 
+void VerbsEndpoint::on_port_lost() {
+  // Its queue pairs might repeat their last message for as long as it is down; and the side that
+  // has nothing to send would never notice.
+  if (state_ != State::kOpen && state_ != State::kPairing) return;
+  if (!connected_ || failed_) return;
+  break_link("its port went down");
+}
+
+void VerbsEndpoint::on_port_active() {
+  if (state_ == State::kBroken && !accepted_) rebuild();
+}
+
 // ---- A broken link.
 
 std::string VerbsEndpoint::link_text() const {
@@ -509,6 +523,8 @@ void VerbsEndpoint::break_link(const std::string& why) {
 void VerbsEndpoint::on_drained() {
   drop_queue_pair();
   state_ = State::kBroken;
+  // A link that is made, and breaks before anything has crossed it, is no reason to hurry.
+  const bool hurry = std::exchange(proven_, false);
   if (accepted_) {
     set_deadline(link_deadline_ns_);
     if (asked_.has_value()) {
@@ -518,7 +534,24 @@ void VerbsEndpoint::on_drained() {
     }
     return;
   }
-  rebuild();
+  if (hurry) {
+    rebuild();
+  } else {
+    rebuild_later();
+  }
+}
+
+void VerbsEndpoint::on_proof() {
+  if (proven_ || state_ != State::kOpen || failed_) return;
+  proven_ = true;
+  link_deadline_ns_ = kNever;
+  broken_why_.clear();
+}
+
+void VerbsEndpoint::rebuild_later() {
+  drop_queue_pair();
+  state_ = State::kBroken;
+  set_deadline(std::min(link_deadline_ns_, now_ns() + kRebuildPauseNs));
 }
 
 /// The connecting side's attempt.
@@ -527,10 +560,7 @@ void VerbsEndpoint::rebuild() {
   RawGid gid{};
   std::copy(remote_.gid.begin(), remote_.gid.end(), gid.begin());
   if (Status made = new_queue_pair(&gid); !made.ok()) {
-    // The port may be down, and its GIDs gone with it.
-    drop_queue_pair();
-    state_ = State::kBroken;
-    set_deadline(std::min(link_deadline_ns_, now_ns() + kRebuildPauseNs));
+    rebuild_later();
     return;
   }
   state_ = State::kAsked;
@@ -619,9 +649,7 @@ void VerbsEndpoint::on_message(uint32_t slot, uint64_t bytes) {
       if (accepted_ || message.generation != generation_) return;
       if (state_ == State::kAsked) {
         // The peer could not make a queue pair yet.
-        drop_queue_pair();
-        state_ = State::kBroken;
-        set_deadline(std::min(link_deadline_ns_, now_ns() + kRebuildPauseNs));
+        rebuild_later();
       } else if (state_ == State::kOpen || state_ == State::kPairing) {
         break_link("the peer's side saw it fail");
       }

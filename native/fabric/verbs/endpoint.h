@@ -78,6 +78,9 @@ class VerbsEndpoint final : public Endpoint {
   void on_completions(std::span<const ibv_wc> completions);
   /// An asynchronous event of the queue pair.
   void on_queue_pair_event(const char* what, bool path);
+  /// The port on this side went down, or came back.
+  void on_port_lost();
+  void on_port_active();
   void on_deadline();
   int64_t deadline_ns() const { return deadline_ns_; }
   bool dead() const { return state_ == State::kDead; }
@@ -135,6 +138,8 @@ class VerbsEndpoint final : public Endpoint {
   void break_link(const std::string& why);
   void on_drained();
   void rebuild();
+  void rebuild_later();
+  void on_proof();
   void answer_rebuild();
   void resume(const Message& theirs);
   Status new_queue_pair(const RawGid* peer);
@@ -168,6 +173,7 @@ class VerbsEndpoint final : public Endpoint {
   bool local_ready_ = false;
   bool remote_ready_ = false;
   bool failed_ = false;  ///< the queue pair is in ERR
+  bool proven_ = true;   ///< something has crossed the link since it was last made
   std::string broken_why_;
   int64_t link_deadline_ns_ = kNever;
   std::optional<Message> asked_;  ///< accepting side: the rebuilding that the peer wants

@@ -145,7 +145,7 @@ std::string explain_completion(ibv_wc_status status, unsigned vendor_error, int 
     case IBV_WC_LOC_LEN_ERR:
       return text + "a message was longer than the device or a receive allows";
     case IBV_WC_LOC_QP_OP_ERR:
-      return text + "the queue pair could not do what was posted; this is a bug of jaxrdma";
+      return text + "the queue pair could not send what was posted: is there a route to the peer?";
     case IBV_WC_LOC_PROT_ERR:
       return text + "local memory was no longer registered while it was sent";
     case IBV_WC_WR_FLUSH_ERR:
@@ -180,6 +180,7 @@ bool path_failure(ibv_wc_status status) {
     case IBV_WC_RETRY_EXC_ERR:
     case IBV_WC_WR_FLUSH_ERR:
     case IBV_WC_RESP_TIMEOUT_ERR:
+    case IBV_WC_LOC_QP_OP_ERR:  // of a software device whose network device went down
     case IBV_WC_FATAL_ERR:
       return true;
     default:

@@ -165,6 +165,10 @@ Result<std::shared_ptr<QueuePair>> VerbsFabric::make_queue_pair(EndpointId id, c
   // Asked anew each time: a link that comes back may have another MTU, and its GIDs elsewhere.
   auto port = device_->port(port_.number);
   if (!port.ok()) return port.status();
+  if (!port.value().active) {
+    return Status(Code::kUnavailable, "port " + std::to_string(port_.number) + " of " +
+                                          device_->name() + " is " + port.value().state);
+  }
   auto gid = choose_gid(device_->name(), port.value(), verbs_.gid_index, peer);
   if (!gid.ok()) return gid.status();
   port_ = std::move(port.value());
@@ -339,10 +343,14 @@ void VerbsFabric::read_async_events() {
     };
     switch (event.event_type) {
       case IBV_EVENT_PORT_ERR:
+        if (event.element.port_num != port_.number) break;
         port_lost_ns_ = now_ns();
+        for (auto& [id, endpoint] : endpoints_) endpoint->on_port_lost();
         break;
       case IBV_EVENT_PORT_ACTIVE:
+        if (event.element.port_num != port_.number) break;
         port_lost_ns_ = kNever;
+        for (auto& [id, endpoint] : endpoints_) endpoint->on_port_active();
         break;
       case IBV_EVENT_QP_FATAL:
         of_queue_pair(true);
