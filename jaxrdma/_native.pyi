@@ -156,6 +156,25 @@ class WorkerEngine:
         ],
         spec: FlowSpec,
     ) -> Status: ...
+    def repeat_operation(
+        self,
+        kind: OperationKind,
+        flow: int,
+        first_step: int,
+        count: int,
+        sources: Sequence[
+            Annotated[
+                NDArray[numpy.uint8],
+                {"shape": (None,), "order": "C", "device": "cpu", "writable": False},
+            ]
+            | None
+        ],
+        targets: Sequence[
+            Annotated[NDArray[numpy.uint8], {"shape": (None,), "order": "C", "device": "cpu"}]
+            | None
+        ],
+        spec: FlowSpec,
+    ) -> list[float] | Status: ...
     def fail(self, why: Status) -> None: ...
     def interrupt(self) -> None: ...
     def in_flight(self) -> int: ...

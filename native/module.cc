@@ -8,6 +8,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -64,10 +65,12 @@ nb::object exception_hook(nb::callable hook) {
       });
 }
 
-/// Runs an operation that has no custom call around it, and sleeps until it is done.
-Status run_operation(WorkerEngine& engine, OperationKind kind, uint16_t flow, int64_t step,
-                     const std::vector<std::optional<ReadOnlyBytesIn>>& sources,
-                     const std::vector<std::optional<BytesIn>>& targets, const FlowSpec& spec) {
+using Sources = std::vector<std::optional<ReadOnlyBytesIn>>;
+using Targets = std::vector<std::optional<BytesIn>>;
+
+Result<Operation> make_operation(OperationKind kind, uint16_t flow, int64_t step,
+                                 const Sources& sources, const Targets& targets,
+                                 const FlowSpec& spec) {
   Operation operation;
   operation.kind = kind;
   operation.flow = flow;
@@ -88,19 +91,55 @@ Status run_operation(WorkerEngine& engine, OperationKind kind, uint16_t flow, in
       buffers.target = reinterpret_cast<std::byte*>(targets[i]->data());
     }
   }
+  return operation;
+}
+
+/// Sleeps until it is done; `ended` becomes when that was.
+Status run(WorkerEngine& engine, Operation operation,
+           std::chrono::steady_clock::time_point* ended = nullptr) {
   std::mutex lock;
   std::condition_variable changed;
   std::optional<Status> outcome;
   operation.done = [&](const Status& status) {
     std::lock_guard guard(lock);
+    if (ended != nullptr) *ended = std::chrono::steady_clock::now();
     outcome = status;
     changed.notify_one();  // under the lock: the waiter destroys `changed` as soon as it may
   };
-  nb::gil_scoped_release unlocked;
   engine.start(std::move(operation));
   std::unique_lock guard(lock);
   changed.wait(guard, [&] { return outcome.has_value(); });
   return *outcome;
+}
+
+/// Runs an operation that has no custom call around it.
+Status run_operation(WorkerEngine& engine, OperationKind kind, uint16_t flow, int64_t step,
+                     const Sources& sources, const Targets& targets, const FlowSpec& spec) {
+  auto operation = make_operation(kind, flow, step, sources, targets, spec);
+  if (!operation.ok()) return operation.status();
+  nb::gil_scoped_release unlocked;
+  return run(engine, std::move(operation.value()));
+}
+
+/// For measurements: runs it `count` times, of consecutive steps, one after the other; returns how
+/// long each took, in seconds, up to where a custom call would be complete.
+std::variant<std::vector<double>, Status> repeat_operation(WorkerEngine& engine, OperationKind kind,
+                                                           uint16_t flow, int64_t first_step,
+                                                           size_t count, const Sources& sources,
+                                                           const Targets& targets,
+                                                           const FlowSpec& spec) {
+  auto operation = make_operation(kind, flow, first_step, sources, targets, spec);
+  if (!operation.ok()) return operation.status();
+  nb::gil_scoped_release unlocked;
+  std::vector<double> seconds;
+  for (size_t i = 0; i < count; ++i) {
+    const auto began = std::chrono::steady_clock::now();
+    auto ended = began;
+    if (Status status = run(engine, operation.value(), &ended); !status.ok()) return status;
+    seconds.push_back(std::chrono::duration<double>(ended - began).count());
+    ++operation.value().step;
+  }
+  return seconds;
 }
 
 void bind_common(nb::module_& m) {
@@ -220,6 +259,9 @@ void bind_worker(nb::module_& m) {
       .def("add_flow", &WorkerEngine::add_flow, nb::arg("spec"), Unlocked())
       .def("run_operation", &run_operation, nb::arg("kind"), nb::arg("flow"), nb::arg("step"),
            nb::arg("sources"), nb::arg("targets"), nb::arg("spec"))
+      .def("repeat_operation", &repeat_operation, nb::arg("kind"), nb::arg("flow"),
+           nb::arg("first_step"), nb::arg("count"), nb::arg("sources"), nb::arg("targets"),
+           nb::arg("spec"))
       .def("fail", &WorkerEngine::fail, nb::arg("why"), Unlocked())
       .def("interrupt", &WorkerEngine::interrupt, Unlocked())
       .def("in_flight", &WorkerEngine::in_flight, Unlocked())

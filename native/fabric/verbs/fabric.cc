@@ -229,13 +229,16 @@ bool VerbsFabric::poll(std::vector<Event>& events) {
   }
   polling_ = &events;
   bool moved = false;
-  const bool slept = slept_.exchange(false);
-  if (slept) {
+  // What has arrived goes to the owner first; what takes system calls can wait until nothing has.
+  poll_completions();
+  const bool idle = events.size() == before;
+  const bool look = idle || ++polls_ >= kPollsPerSignalling;
+  if (look && slept_.exchange(false)) {
     read_channel();
     read_async_events();
+    poll_completions();
   }
-  poll_completions();
-  if (slept || ++polls_ >= kPollsPerSignalling || events.size() == before) {
+  if (look) {
     polls_ = 0;
     signals_.clear();
     moved |= signalling_->poll(signals_);
@@ -279,10 +282,9 @@ void VerbsFabric::poll_completions() {
     while (last < working_.size() && working_[last].queue_pair == working_[i].queue_pair) ++last;
     const auto found = endpoints_.find(working_[i].endpoint);
     if (found != endpoints_.end() && found->second->queue_pair().get() == working_[i].queue_pair) {
-      std::vector<ibv_wc> mine;
-      mine.reserve(last - i);
-      for (size_t k = i; k < last; ++k) mine.push_back(working_[k].completion);
-      found->second->on_completions(mine);
+      batch_.clear();
+      for (size_t k = i; k < last; ++k) batch_.push_back(working_[k].completion);
+      found->second->on_completions(batch_);
     }
     i = last;
   }

@@ -115,7 +115,8 @@ class VerbsFabric final : public Fabric {
   std::mutex completions_mutex_;  // guards polled_, found_, QueuePair::armed, and polling
   std::vector<Polled> polled_;
   std::vector<Found> found_;    ///< what `wait` found after arming
-  std::vector<Found> working_;  ///< of `poll`; kept for its memory
+  std::vector<Found> working_;  ///< of `poll`; kept for their memory
+  std::vector<ibv_wc> batch_;
 
   Setup setup_;  // last: its thread uses the above
 };
