@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster.job import Job
+from tests.cluster.job import PATIENCE, Job
 
 # Before anything imports JAX. Tests on an accelerator say so themselves.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -134,6 +134,15 @@ def make_job(tmp_path: Path, no_leftovers: None) -> Iterator[Callable[..., Job]]
     yield make
     for job in jobs:
         job.__exit__()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if PATIENCE == 1:
+        return
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        seconds = marker.args[0] if marker else float(config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(seconds * PATIENCE), append=False)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

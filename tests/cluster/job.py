@@ -14,6 +14,12 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
+# As the native tests have it: which transport, and between which devices: the workers' and the servers'.
+TRANSPORT = os.environ.get("TEST_TRANSPORT", "tcp")
+DEVICES = os.environ.get("TEST_RDMA_DEVICES", "rxe0,rxe1").split(",")
+# Every time limit is so many times as long; for an emulated machine.
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+
 
 class Job:
     """The processes of one job, by name: "coordinator", "server 0", "worker 1". Ends them all at its end."""
@@ -64,7 +70,7 @@ class Job:
                 pass_fds=(writing,),
             )
             os.close(writing)
-            ready, _, _ = select.select([reading], [], [], 30)
+            ready, _, _ = select.select([reading], [], [], 30 * PATIENCE)
             assert ready, "the coordinator did not report its address"
             self._address = json.loads(os.read(reading, 4096).split(b"\n")[0])["address"]
         finally:
@@ -109,7 +115,7 @@ class Job:
 
     def wait(self, timeout: float = 60, names: list[str] | None = None) -> dict[str, int]:
         """Exit codes, once everybody named (default: all) has ended; fails the test if somebody has not in time."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * PATIENCE
         codes: dict[str, int] = {}
         for name in names or list(self.processes):
             try:
@@ -125,7 +131,7 @@ class Job:
 
     def wait_for_output(self, name: str, text: str, timeout: float = 60) -> str:
         """Until `name` has printed `text`; returns its output."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * PATIENCE
         while text not in (output := self.output(name)):
             ended = self.processes[name].poll() is not None
             if (ended and text not in self.output(name)) or time.monotonic() > deadline:
@@ -139,10 +145,13 @@ class Job:
         environment |= {
             "JAXRDMA_NUM_SERVERS": str(self.servers),
             "JAXRDMA_NUM_WORKERS": str(self.workers),
-            "JAXRDMA_CONNECT_TIMEOUT": "60",
+            "JAXRDMA_CONNECT_TIMEOUT": str(60 * PATIENCE),
+            "JAXRDMA_TRANSPORT": TRANSPORT,
             "PYTHONUNBUFFERED": "1",
         } | self._settings
         if who is not None:
+            if environment["JAXRDMA_TRANSPORT"] == "verbs":
+                environment.setdefault("JAXRDMA_DEVICE", DEVICES[who[0] == "server"])
             environment |= {
                 "JAXRDMA_COORDINATOR": self._address,
                 "JAXRDMA_ROLE": who[0],
