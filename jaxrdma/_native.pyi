@@ -68,7 +68,7 @@ class FlowSpec:
 
 DEFAULT_SPIN_US: int = 0
 
-PROTOCOL_VERSION: int = 1
+PROTOCOL_VERSION: int = 2
 
 TOKEN_BYTES: int = 16
 
@@ -84,6 +84,8 @@ class OperationKind(enum.Enum):
     INIT = 3
 
     FETCH = 4
+
+    READ = 5
 
 class Pending:
     @property
@@ -123,6 +125,8 @@ class WorkerStats:
     def gradients_dropped(self) -> int: ...
     @property
     def last_step(self) -> int: ...
+    @property
+    def last_read(self) -> int: ...
 
 class WorkerEngine:
     @staticmethod

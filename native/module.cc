@@ -214,7 +214,8 @@ void bind_worker(nb::module_& m) {
       .value("PUSH", OperationKind::kPush)
       .value("PULL", OperationKind::kPull)
       .value("INIT", OperationKind::kInit)
-      .value("FETCH", OperationKind::kFetch);
+      .value("FETCH", OperationKind::kFetch)
+      .value("READ", OperationKind::kRead);
   nb::class_<Pending>(m, "Pending")
       .def_ro("server", &Pending::server)
       .def_ro("flow", &Pending::flow)
@@ -228,7 +229,8 @@ void bind_worker(nb::module_& m) {
       .def_ro("steps", &WorkerStats::steps)
       .def_ro("gradients_accepted", &WorkerStats::gradients_accepted)
       .def_ro("gradients_dropped", &WorkerStats::gradients_dropped)
-      .def_ro("last_step", &WorkerStats::last_step);
+      .def_ro("last_step", &WorkerStats::last_step)
+      .def_ro("last_read", &WorkerStats::last_read);
   nb::class_<WorkerEngine>(m, "WorkerEngine")
       .def_static(
           "create",

@@ -2,6 +2,7 @@
 #include "engine/aggregate.h"
 
 #include <algorithm>
+#include <atomic>
 
 namespace jaxrdma {
 namespace {
@@ -58,6 +59,32 @@ fabric::Slice Aggregate::result_slice(const Piece& piece) const {
   return (own ? results : accumulators).slice(piece.result, piece.bytes());
 }
 
+fabric::Slice Aggregate::location_slice(const Piece& piece) {
+  wire::Location& location = locations[&piece - pieces.data()];
+  location.address = reinterpret_cast<uint64_t>(piece.result);
+  location.bytes = piece.bytes();
+  location.seal_address = reinterpret_cast<uint64_t>(seal);
+  location.key = results.region->remote_key();
+  location.reserved = 0;
+  return results.slice(reinterpret_cast<const std::byte*>(&location), sizeof(location));
+}
+
+// The device reads the seal while this writes it: each word whole, and in this order with the
+// parameters.
+
+void Aggregate::break_seal() {
+  std::atomic_ref<uint64_t> sequence(seal->sequence);
+  if (sequence.load(std::memory_order_relaxed) % 2 == 0)
+    sequence.fetch_add(1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void Aggregate::set_seal(int64_t step) {
+  break_seal();
+  std::atomic_ref<int64_t>(seal->step).store(step, std::memory_order_relaxed);
+  std::atomic_ref<uint64_t>(seal->sequence).fetch_add(1, std::memory_order_release);
+}
+
 Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t server,
                                                      uint32_t workers) {
   auto flow = std::make_unique<Aggregate>();
@@ -75,6 +102,12 @@ Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t ser
   const bool pass_through = !flow->update() && workers == 1;
   size_t accumulator_bytes = 0;
   size_t result_bytes = 0;
+  const auto mine = static_cast<size_t>(
+      std::count_if(flow->spec.partitions.begin(), flow->spec.partitions.end(),
+                    [&](const Partition& partition) { return partition.server == server; }));
+  if (flow->update()) {
+    result_bytes = aligned(sizeof(wire::Seal)) + aligned(mine * sizeof(wire::Location));
+  }
   std::vector<size_t> accumulator_offset(leaves);
   std::vector<size_t> result_offset(leaves);
   std::vector<bool> own_result(leaves);
@@ -97,6 +130,12 @@ Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t ser
   if (!results.ok()) return results.status();
   flow->accumulators.pages = std::move(accumulators.value());
   flow->results.pages = std::move(results.value());
+  if (flow->update()) {
+    std::byte* const begin = flow->results.pages.data();
+    flow->seal = reinterpret_cast<wire::Seal*>(begin);
+    *flow->seal = {1, -1};
+    flow->locations = reinterpret_cast<wire::Location*>(begin + aligned(sizeof(wire::Seal)));
+  }
   for (size_t leaf = 0; leaf < leaves && !pass_through; ++leaf) {
     if (flow->elements_of_leaf[leaf] == 0) continue;
     flow->accumulator_of_leaf[leaf] = flow->accumulators.pages.data() + accumulator_offset[leaf];

@@ -83,6 +83,11 @@ struct Aggregate {
   std::vector<std::byte*> result_of_leaf;
   std::vector<uint64_t> elements_of_leaf;  ///< on this server
 
+  /// Of flows with an update, in `results`: where each piece lies, and whether it is at rest, for
+  /// peers that read the parameters there.
+  wire::Location* locations = nullptr;
+  wire::Seal* seal = nullptr;
+
   size_t initialised = 0;  ///< pieces
   int64_t init_step = -1;
   size_t complete = 0;    ///< pieces whose mean is there (update)
@@ -100,6 +105,12 @@ struct Aggregate {
   bool readable() const { return !update() || (!updating && complete < pieces.size()); }
   /// The region and memory that a piece's result is sent from.
   fabric::Slice result_slice(const Piece& piece) const;
+  /// What a kLocate of this piece is answered with. `results` must be enrolled.
+  fabric::Slice location_slice(const Piece& piece);
+  /// The parameters are about to be overwritten, or are those of `step`: what a reader reads
+  /// between the two, it can tell.
+  void break_seal();
+  void set_seal(int64_t step);
 };
 
 }  // namespace jaxrdma

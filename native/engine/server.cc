@@ -163,6 +163,7 @@ class Engine final : public ServerEngine {
   void push(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
   void pull(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
   void init(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
+  void locate(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
   void refuse(Connection& from, const wire::Header& header, uint32_t slot, wire::Answer why);
 
   void advance(Piece& piece);
@@ -569,6 +570,8 @@ void Engine::handle(const fabric::Event& event) {
     case Kind::kCredits:
       if (Connection* to = find(event.endpoint); to != nullptr) drain(*to);
       break;
+    case Kind::kReadDone:
+      break;  // a server reads nothing
   }
 }
 
@@ -582,8 +585,8 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
     return wrong("version", wire::kProtocolVersion, header.version);
   }
   const int kind = static_cast<int>(header.kind);
-  if (kind < static_cast<int>(wire::Kind::kPush) || kind > static_cast<int>(wire::Kind::kInit)) {
-    return wrong("kind", "1 to 3", kind);
+  if (kind < static_cast<int>(wire::Kind::kPush) || kind > static_cast<int>(wire::Kind::kLocate)) {
+    return wrong("kind", "1 to 4", kind);
   }
   if (header.incarnation != from.incarnation) {
     return wrong("incarnation", from.incarnation, header.incarnation);
@@ -608,7 +611,7 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
   }
   const DType dtype = static_cast<DType>(header.dtype);
   uint64_t bytes = 0;
-  if (header.kind != wire::Kind::kPull) {
+  if (header.kind == wire::Kind::kPush || header.kind == wire::Kind::kInit) {
     const bool any = header.kind == wire::Kind::kPush && flow->update();
     if (any && accumulator_dtype(dtype) != accumulator_dtype(piece.dtype)) {
       return wrong("dtype",
@@ -670,6 +673,8 @@ void Engine::received(Connection& from, const fabric::Event& event) {
       return pull(from, header, slot, piece);
     case wire::Kind::kInit:
       return init(from, header, slot, piece);
+    case wire::Kind::kLocate:
+      return locate(from, header, slot, piece);
   }
 }
 
@@ -722,6 +727,14 @@ void Engine::pull(Connection& from, const wire::Header& header, uint32_t slot, P
   piece.replies.push_back(reply_to(from, header, header.step));
   free_slot(from.landing, slot, from.id);
   send_replies(piece);
+}
+
+void Engine::locate(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
+  free_slot(from.landing, slot, from.id);
+  post(from.id, {piece.flow->location_slice(piece),
+                 {header.reply_address, header.reply_key},
+                 wire::answer(wire::Answer::kResult, header.reply_tag),
+                 0});
 }
 
 void Engine::init(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
@@ -807,6 +820,7 @@ void Engine::ready(Aggregate& flow) {
       flow.replies_in_flight > 0)
     return;
   flow.updating = true;
+  flow.break_seal();
   tell({ServerEvent::Kind::kStepReady, flow.spec.id, flow.pieces.front().version, 0, ""});
 }
 
@@ -934,11 +948,13 @@ Status Engine::add_flow(FlowSpec spec) {
     return Status(Code::kInvalidArgument,
                   text("server ", options_.server, " has a flow ", id, " already"));
   }
-  for (Slab* slab : {&flow.value()->accumulators, &flow.value()->results}) {
-    if (Status status = slab->enrol(*fabric_, fabric::Access::kLocal); !status.ok()) {
-      flow.value().reset();  // while the lock is held
-      return status;
-    }
+  const auto results =
+      flow.value()->update() ? fabric::Access::kRemoteRead : fabric::Access::kLocal;
+  Status enrolled = flow.value()->accumulators.enrol(*fabric_, fabric::Access::kLocal);
+  if (enrolled.ok()) enrolled = flow.value()->results.enrol(*fabric_, results);
+  if (!enrolled.ok()) {
+    flow.value().reset();  // while the lock is held
+    return enrolled;
   }
   if (flows_.size() <= id) flows_.resize(id + size_t{1});
   flows_[id] = std::move(flow.value());
@@ -987,6 +1003,7 @@ Status Engine::publish(uint16_t id, int64_t step) {
   if (flow->complete > 0) ++flow->steps;
   flow->complete = 0;
   flow->updating = false;
+  flow->set_seal(step);
   for (Piece& piece : flow->pieces) {
     piece.begin(step);
     piece.published = step;

@@ -16,15 +16,35 @@ namespace jaxrdma::wire {
 static_assert(std::endian::native == std::endian::little);
 
 /// Raised by any change to frames, headers or immediates.
-inline constexpr uint16_t kProtocolVersion = 1;
+inline constexpr uint16_t kProtocolVersion = 2;
 inline constexpr uint32_t kHeaderMagic = 0x5344524a;  // "JRDS"
 
 enum class Kind : uint8_t {
-  kPush = 1,  ///< a gradient partition; the answer is the partition of step + 1
-  kPull = 2,  ///< no payload; the answer is the partition as soon as it has reached `step`
-  kInit = 3,  ///< a parameter partition of the start, from the chief; the answer is the partition
-              ///< at `step`
+  kPush = 1,    ///< a gradient partition; the answer is the partition of step + 1
+  kPull = 2,    ///< no payload; the answer is the partition as soon as it has reached `step`
+  kInit = 3,    ///< a parameter partition of the start, from the chief; the answer is the partition
+                ///< at `step`
+  kLocate = 4,  ///< no payload; the answer is the Location of the partition
 };
+
+/// Where a partition of parameters lies in the server's memory, for those who read it there. It
+/// stays there as long as the connection.
+struct Location {
+  uint64_t address;
+  uint64_t bytes;
+  uint64_t seal_address;  ///< of the Seal that is for all partitions of this flow on this server
+  uint32_t key;           ///< of both
+  uint32_t reserved;
+};
+static_assert(sizeof(Location) == 32);
+
+/// Tells whether what was read is one version: the same even sequence before and after. Read the
+/// seal, then partitions, then the seal again, in this order on one connection.
+struct Seal {
+  uint64_t sequence;  ///< odd while the parameters are being overwritten
+  int64_t step;       ///< their version
+};
+static_assert(sizeof(Seal) == 16);
 
 /// Lies at the beginning of a landing slot. The payload follows at once.
 struct Header {

@@ -29,6 +29,8 @@ using fabric::MemoryRegion;
 /// After a lost connection the control plane is given this long to say what really happened before
 /// the operations fail with what the connection itself knows.
 constexpr auto kVerdictGrace = std::chrono::seconds(8);
+/// Parameters that were overwritten while they were read are read again, so often.
+constexpr int kReadTries = 100;
 
 size_t partition_bytes(const Partition& partition, DType dtype) {
   return static_cast<size_t>(partition.elements) * dtype_bytes(dtype);
@@ -97,12 +99,32 @@ struct Staged {
 /// Registered memory with room for every leaf of a flow; made when it is first needed.
 using Mirror = std::vector<Slab>;
 
+/// A kRead between its beginning and its end.
+struct Reading {
+  bool active = false;
+  std::list<Active>::iterator operation;
+  size_t outstanding = 0;  ///< reads that are not done
+  int tries = 0;
+};
+
 struct Flow {
   FlowSpec spec;
   Mirror staging;  ///< answers of a kPush land here, until its kPull
   /// Answers of everything else land here where the buffers that they are for cannot be registered.
   Mirror bounce;
   Staged staged;
+  Mirror copies;   ///< what was read lands here until it is known to be of one version
+  Slab locations;  ///< wire::Location of every partition, as the servers told
+  Slab seals;      ///< wire::Seal before and after, of every server
+  bool located = false;
+  Reading reading;
+
+  const wire::Location& location(size_t partition) const {
+    return reinterpret_cast<const wire::Location*>(locations.pages.data())[partition];
+  }
+  const wire::Seal* seals_of(size_t server) const {
+    return reinterpret_cast<const wire::Seal*>(seals.pages.data()) + 2 * server;
+  }
 };
 
 class Engine final : public WorkerEngine {
@@ -158,6 +180,11 @@ class Engine final : public WorkerEngine {
   Status prepare(Active& active, Flow& flow);
   Status make_mirror(Mirror& mirror, const FlowSpec& spec, const char* what);
   void begin_pull(std::list<Active>::iterator active, Flow& flow);
+  void begin_read(std::list<Active>::iterator active, Flow& flow);
+  Status prepare_read(const Operation& what, Flow& flow);
+  void read_servers(Flow& flow);
+  void read_done(Flow& flow);
+  void enqueue(Active& active, uint32_t partition, wire::Kind kind, int64_t step);
   void retire(Server& server, uint32_t tag);
   void answered(Request& request, const Status& status);
   void settle(Active* active);
@@ -267,10 +294,15 @@ void Engine::start(Operation operation) {
     begin_pull(active, flow);
     return;
   }
+  if (what.kind == OperationKind::kRead) {
+    begin_read(active, flow);
+    return;
+  }
   const auto same_place = [&](const Operation& other) {
     if (other.flow != what.flow || other.kind == OperationKind::kPull) return false;
     // Where buffers are copied, answers of all but pushes land at one place.
-    return cheap_ ? other.kind == OperationKind::kExchange : other.kind != OperationKind::kPush;
+    if (other.kind == OperationKind::kPush || other.kind == OperationKind::kRead) return false;
+    return !cheap_ || other.kind == OperationKind::kExchange;
   };
   if (same_place(what) && std::count_if(active_.begin(), active_.end(), [&](const Active& other) {
                             return same_place(other.operation);
@@ -287,39 +319,17 @@ void Engine::start(Operation operation) {
     finish(active, std::move(prepared));
     return;
   }
-  const auto now = Clock::now();
   const wire::Kind kind = what.kind == OperationKind::kInit    ? wire::Kind::kInit
                           : what.kind == OperationKind::kFetch ? wire::Kind::kPull
                                                                : wire::Kind::kPush;
   const bool staged = what.kind == OperationKind::kPush;
   for (uint32_t i = 0; i < flow.spec.partitions.size(); ++i) {
-    Server& server = servers_[flow.spec.partitions[i].server];
-    uint32_t tag;
-    if (!server.free_tags.empty()) {
-      tag = server.free_tags.back();
-      server.free_tags.pop_back();
-    } else {
-      tag = static_cast<uint32_t>(server.requests.size());
-      server.requests.emplace_back();
-    }
-    Request& request = server.requests[tag];
-    request = Request{};
-    request.active = &*active;
-    request.flow = what.flow;
-    request.partition = i;
-    request.step = what.step;
-    request.kind = kind;
-    request.since = now;
-    request.live = true;
-    ++active->unsent;
     if (staged) {
       ++flow.staged.unanswered;
     } else {
       ++active->unanswered;
     }
-    recorder_.add(Stage::kQueued, what.flow, what.step, i,
-                  static_cast<uint16_t>(flow.spec.partitions[i].server));
-    server.queue.push_back(tag);
+    enqueue(*active, i, kind, what.step);
   }
   if (active->unsent == 0) {
     settle(&*active);
@@ -328,6 +338,33 @@ void Engine::start(Operation operation) {
   for (size_t i = 0; i < servers_.size(); ++i) pump(i);
   // Delivers the completions of what went out at once, without waking the progress thread for it.
   progress();
+}
+
+/// One more request that `pump` will post.
+void Engine::enqueue(Active& active, uint32_t partition, wire::Kind kind, int64_t step) {
+  const uint16_t flow = active.operation.flow;
+  const uint32_t index = flows_[flow]->spec.partitions[partition].server;
+  Server& server = servers_[index];
+  uint32_t tag;
+  if (!server.free_tags.empty()) {
+    tag = server.free_tags.back();
+    server.free_tags.pop_back();
+  } else {
+    tag = static_cast<uint32_t>(server.requests.size());
+    server.requests.emplace_back();
+  }
+  Request& request = server.requests[tag];
+  request = Request{};
+  request.active = &active;
+  request.flow = flow;
+  request.partition = partition;
+  request.step = step;
+  request.kind = kind;
+  request.since = Clock::now();
+  request.live = true;
+  ++active.unsent;
+  recorder_.add(Stage::kQueued, flow, step, partition, static_cast<uint16_t>(index));
+  server.queue.push_back(tag);
 }
 
 /// Checks the buffers against the flow and registers them.
@@ -422,11 +459,15 @@ void Engine::pump(size_t index) {
     const LeafBuffers& buffers = what.leaves[partition.leaf];
     const DType leaf_dtype = flow.spec.leaves[partition.leaf].dtype;
     const bool staged = what.kind == OperationKind::kPush;
-    const bool payload = request.kind != wire::Kind::kPull;
+    const bool payload = request.kind == wire::Kind::kPush || request.kind == wire::Kind::kInit;
+    const bool locating = request.kind == wire::Kind::kLocate;
 
-    const MemoryRegion* target_region = staged   ? flow.staging[partition.leaf].region.get()
+    const MemoryRegion* target_region = locating ? flow.locations.region.get()
+                                        : staged ? flow.staging[partition.leaf].region.get()
                                         : cheap_ ? request.active->targets[partition.leaf].get()
                                                  : flow.bounce[partition.leaf].region.get();
+    const size_t target_offset = locating ? request.partition * sizeof(wire::Location)
+                                          : partition.begin * dtype_bytes(leaf_dtype);
     std::byte* const piece = server.outgoing.pages.data() + index_of_slot * server.outgoing_stride;
     wire::Header header{};
     header.magic = wire::kHeaderMagic;
@@ -438,8 +479,7 @@ void Engine::pump(size_t index) {
     header.step = request.step;
     header.incarnation = options_.incarnation;
     header.bytes = payload ? partition_bytes(partition, buffers.source_dtype) : 0;
-    header.reply_address = reinterpret_cast<uint64_t>(target_region->data()) +
-                           partition.begin * dtype_bytes(leaf_dtype);
+    header.reply_address = reinterpret_cast<uint64_t>(target_region->data()) + target_offset;
     header.reply_key = target_region->remote_key();
     header.reply_tag = tag;
 
@@ -518,6 +558,133 @@ void Engine::finish_pull(Flow& flow) {
   finish(active, std::move(status), std::move(copy));
 }
 
+Status Engine::prepare_read(const Operation& what, Flow& flow) {
+  if (!fabric_->can_read()) {
+    return Status(Code::kInvalidArgument,
+                  std::string(fabric_->name()) + " cannot read in a server's memory: pull instead");
+  }
+  if (flow.reading.active)
+    return Status(Code::kInvalidArgument, "two reads of one model at once: await the first");
+  if (flow.spec.mode != FlowMode::kUpdate)
+    return Status(Code::kInvalidArgument, "servers hold no parameters of a flow that averages");
+  for (size_t i = 0; i < what.leaves.size(); ++i) {
+    if (flow.spec.leaves[i].elements > 0 && what.leaves[i].target == nullptr)
+      return Status(Code::kInvalidArgument, "leaf " + std::to_string(i) + " has no target buffer");
+  }
+  if (Status s = make_mirror(flow.copies, flow.spec, "read"); !s.ok()) return s;
+  const auto table = [&](Slab& slab, size_t bytes, const char* name) -> Status {
+    if (slab.region != nullptr) return {};
+    auto pages = Pages::allocate(bytes, name);
+    if (!pages.ok()) return pages.status();
+    slab.pages = std::move(pages.value());
+    return slab.enrol(*fabric_, fabric::Access::kRemoteWrite);
+  };
+  const size_t partitions = flow.spec.partitions.size();
+  if (partitions == 0) return {};
+  if (Status s = table(flow.locations, partitions * sizeof(wire::Location), "where to read");
+      !s.ok()) {
+    return s;
+  }
+  return table(flow.seals, 2 * servers_.size() * sizeof(wire::Seal), "versions read");
+}
+
+void Engine::begin_read(std::list<Active>::iterator active, Flow& flow) {
+  if (Status prepared = prepare_read(active->operation, flow); !prepared.ok()) {
+    finish(active, std::move(prepared));
+    return;
+  }
+  flow.reading = Reading{};
+  flow.reading.active = true;
+  flow.reading.operation = active;
+  if (flow.located) {
+    read_servers(flow);
+  } else {
+    for (uint32_t i = 0; i < flow.spec.partitions.size(); ++i) {
+      ++active->unanswered;
+      enqueue(*active, i, wire::Kind::kLocate, 0);
+    }
+    if (active->unsent == 0) return settle(&*active);
+    for (size_t i = 0; i < servers_.size(); ++i) pump(i);
+  }
+  progress();
+}
+
+/// Asks every server for its seal, its partitions, and its seal again.
+void Engine::read_servers(Flow& flow) {
+  Reading& reading = flow.reading;
+  for (size_t index = 0; index < servers_.size(); ++index) {
+    Endpoint* endpoint = fabric_->endpoint(servers_[index].endpoint);
+    const wire::Location* seal = nullptr;
+    const auto read = [&](const fabric::Slice& local, uint64_t address, uint32_t key) {
+      if (endpoint == nullptr) return;  // its end is on the way, and ends this operation
+      const Status status = endpoint->read(local, {address, key}, flow.spec.id);
+      if (status.ok()) {
+        ++reading.outstanding;
+      } else {
+        endpoint = nullptr;
+        lose(Status(status.code(), "reading from " + server_name(index) + ": " + status.message()));
+      }
+    };
+    const auto read_seal = [&](size_t which) {
+      const auto* local = reinterpret_cast<const std::byte*>(flow.seals_of(index) + which);
+      read(flow.seals.slice(local, sizeof(wire::Seal)), seal->seal_address, seal->key);
+    };
+    for (size_t i = 0; i < flow.spec.partitions.size(); ++i) {
+      const Partition& partition = flow.spec.partitions[i];
+      if (partition.server != index) continue;
+      const wire::Location& there = flow.location(i);
+      if (seal == nullptr) {
+        seal = &there;
+        read_seal(0);
+      }
+      const Slab& copy = flow.copies[partition.leaf];
+      const DType dtype = flow.spec.leaves[partition.leaf].dtype;
+      read(copy.slice(copy.pages.data() + partition.begin * dtype_bytes(dtype), there.bytes),
+           there.address, there.key);
+    }
+    if (seal != nullptr) read_seal(1);
+  }
+  if (flow.spec.partitions.empty()) {
+    reading.outstanding = 1;
+    read_done(flow);
+  }
+}
+
+void Engine::read_done(Flow& flow) {
+  Reading& reading = flow.reading;
+  if (!reading.active || --reading.outstanding > 0) return;
+  auto active = reading.operation;
+  const Operation& what = active->operation;
+  int64_t step = -1;
+  bool whole = true;
+  for (size_t index = 0; index < servers_.size() && whole; ++index) {
+    const auto of_server = [index](const Partition& p) { return p.server == index; };
+    if (std::none_of(flow.spec.partitions.begin(), flow.spec.partitions.end(), of_server)) continue;
+    const wire::Seal* seals = flow.seals_of(index);
+    whole = seals[0].sequence == seals[1].sequence && seals[0].sequence % 2 == 0 &&
+            seals[0].step >= what.step && (step < 0 || seals[0].step == step);
+    step = seals[0].step;
+  }
+  if (!whole) {
+    if (++reading.tries < kReadTries) return read_servers(flow);
+    flow.reading = Reading{};
+    finish(active,
+           Status(Code::kStale, "the parameters did not rest at step " + std::to_string(what.step) +
+                                    " or later while they "
+                                    "were read, " +
+                                    std::to_string(kReadTries) + " times"));
+    return;
+  }
+  for (size_t i = 0; i < what.leaves.size(); ++i) {
+    const Pages& pages = flow.copies[i].pages;
+    if (pages.bytes() > 0) std::memcpy(what.leaves[i].target, pages.data(), pages.bytes());
+    stats_.bytes_pulled += pages.bytes();
+  }
+  stats_.last_read = step;
+  flow.reading = Reading{};
+  finish(active, {});
+}
+
 void Engine::run() {
   const auto spin = std::chrono::microseconds(options_.spin_us);
   auto last_progress = Clock::now();
@@ -587,6 +754,9 @@ void Engine::handle(const Event& event) {
       break;
     case Event::Kind::kCredits:
       pump(index);
+      break;
+    case Event::Kind::kReadDone:
+      if (failure_.ok()) read_done(*flows_[event.request]);
       break;
   }
 }
@@ -676,14 +846,21 @@ void Engine::received(size_t index, const Event& event) {
   const Partition& partition = flow.spec.partitions[request.partition];
   Status status;
   if (what == wire::Answer::kResult) {
-    const size_t expected = partition_bytes(partition, flow.spec.leaves[partition.leaf].dtype);
+    const size_t bytes = partition_bytes(partition, flow.spec.leaves[partition.leaf].dtype);
+    const bool locating = request.kind == wire::Kind::kLocate;
+    const size_t expected = locating ? sizeof(wire::Location) : bytes;
     if (event.bytes != expected) {
       violation(index, "partition " + std::to_string(request.partition) + " came back with " +
                            std::to_string(event.bytes) + " bytes instead of " +
                            std::to_string(expected));
       return;
     }
-    if (!cheap_ && request.active != nullptr &&
+    if (locating && flow.location(request.partition).bytes != bytes) {
+      violation(index,
+                "partition " + std::to_string(request.partition) + " has another size there");
+      return;
+    }
+    if (!cheap_ && !locating && request.active != nullptr &&
         request.active->operation.kind != OperationKind::kPush) {
       const size_t begin = partition.begin * dtype_bytes(flow.spec.leaves[partition.leaf].dtype);
       std::memcpy(request.active->operation.leaves[partition.leaf].target + begin,
@@ -762,6 +939,12 @@ void Engine::settle(Active* active) {
                             [active](const Active& a) { return &a == active; });
   const OperationKind kind = active->operation.kind;
   Status status = active->failure;
+  if (kind == OperationKind::kRead) {
+    Flow& flow = *flows_[active->operation.flow];
+    flow.located = true;
+    read_servers(flow);
+    return;
+  }
   if (kind == OperationKind::kExchange) {
     if (status.ok()) {
       ++stats_.steps;
@@ -795,6 +978,7 @@ void Engine::give_up() {
   const Status why =
       failure_.ok() ? Status(Code::kCancelled, "the session was closed while this was in flight")
                     : failure_;
+  for (const auto& flow : flows_) flow->reading = Reading{};
   while (!active_.empty()) finish(active_.begin(), why);
   for (Server& server : servers_) {
     server.queue.clear();

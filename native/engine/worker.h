@@ -50,6 +50,10 @@ enum class OperationKind : uint8_t {
   kPull = 2,      ///< wait for the answers of an earlier kPush of `step`, copy them to `target`
   kInit = 3,      ///< the chief's parameters go to the servers, and come back as version `step`
   kFetch = 4,     ///< no source: the parameters as soon as they have reached `step`
+  /// No source: the parameters as they are, of `step` or later, read out of the servers' memory
+  /// without their doing; one version, WorkerStats::last_read tells which. Fails with kStale if
+  /// they changed every time. Where the fabric can read.
+  kRead = 5,
 };
 
 struct Operation {
@@ -78,6 +82,7 @@ struct WorkerStats {
   uint64_t gradients_accepted = 0;
   uint64_t gradients_dropped = 0;  ///< pushes a server called stale
   int64_t last_step = -1;          ///< the newest step that came back
+  int64_t last_read = -1;          ///< the step that the last kRead found
 };
 
 class WorkerEngine {

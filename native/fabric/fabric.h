@@ -87,6 +87,7 @@ struct Event {
     kReceived,  ///< a peer's write of `bytes` bytes is visible in local memory; `immediate` is what
                 ///< came with it
     kCredits,   ///< credits() of this endpoint went from 0 to more
+    kReadDone,  ///< what read `request` asked for is in local memory
   };
   Kind kind;
   EndpointId endpoint;
@@ -113,6 +114,12 @@ class Endpoint {
   virtual Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
                        RequestId request) = 0;
   static constexpr size_t kMaxSlices = 4;
+
+  /// Reads local.bytes > 0 bytes at `remote` in the peer's memory into `local`, whose region must
+  /// be one that peers may write to; kReadDone with `request` follows. Takes no credit, and the
+  /// peer has nothing to do with it: who reads memory that changes must find out by himself. Reads
+  /// of one endpoint happen in the order asked for. Only where the fabric `can_read`.
+  virtual Status read(Slice local, RemoteSlice remote, RequestId request) = 0;
 
   /// How many writes the peer is ready to receive now.
   virtual size_t credits() const = 0;
@@ -182,6 +189,8 @@ class Fabric {
   /// registered for one transfer; false where memory should be registered once and data copied in
   /// and out of it.
   virtual bool registration_is_cheap() const = 0;
+  /// Whether endpoints `read`.
+  virtual bool can_read() const = 0;
 
   /// Starts to accept peers at `address` ("host:port", "[::1]:port", port 0 = any free one);
   /// returns the real address.

@@ -800,7 +800,7 @@ TEST_CASE("nobody gets in who was not admitted as he says he is") {
   check_refused([](fabric::Hello& hello) { hello.incarnation = 76; }, "not admitted");
   check_refused([](fabric::Hello& hello) { hello.worker = 1; }, "the job has 1 workers");
   check_refused([](fabric::Hello& hello) { hello.job = "another"; }, "another job");
-  check_refused([](fabric::Hello& hello) { hello.protocol_version = 2; }, "speaks protocol 2");
+  check_refused([](fabric::Hello& hello) { hello.protocol_version = 9; }, "speaks protocol 9");
   Peer peer(0);
   CHECK(peer.connect(*server));
   CHECK(server->admit(1, 1, token_of(1)).code() == Code::kInvalidArgument);
@@ -884,10 +884,10 @@ TEST_CASE("whoever breaks the protocol is named and disconnected, and the others
     });
   };
   check_header("magic", [](wire::Header& header) { header.magic = 1; });
-  check_header("version: expected 1, got 9", [](wire::Header& header) { header.version = 9; });
-  check_header("kind: expected 1 to 3, got 0",
+  check_header("version: expected 2, got 9", [](wire::Header& header) { header.version = 9; });
+  check_header("kind: expected 1 to 4, got 0",
                [](wire::Header& header) { header.kind = wire::Kind{0}; });
-  check_header("kind: expected 1 to 3, got 200",
+  check_header("kind: expected 1 to 4, got 200",
                [](wire::Header& header) { header.kind = wire::Kind{200}; });
   check_header("incarnation: expected 77, got 78",
                [](wire::Header& header) { header.incarnation = 78; });

@@ -10,6 +10,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -31,6 +32,8 @@ using Kind = Event::Kind;
 
 constexpr size_t kSlots = 16;
 constexpr size_t kSlotBytes = 8192;
+constexpr size_t kBookBytes = 64 << 10;
+constexpr size_t kReaders = 4;
 
 uint64_t checksum(const std::byte* data, size_t bytes) {  // FNV-1a
   uint64_t sum = 14695981039346656037ull;
@@ -46,8 +49,11 @@ struct Letter {
   uint64_t sum;    ///< of what follows
 };
 
+/// What stands at a place of everybody's book.
+std::byte page(size_t place) { return static_cast<std::byte>(place * 2654435761u >> 11); }
+
 /// One end of a stream of letters in both directions: writes letters 0, 1, ... into the peer's
-/// slots, and checks those that come.
+/// slots, and checks those that come. Meanwhile reads in the peer's book, here and there.
 class Correspondent {
  public:
   explicit Correspondent(uint32_t seed)
@@ -60,11 +66,39 @@ class Correspondent {
     in_region_ =
         std::move(fabric->register_memory(in_.data(), in_.size(), Access::kRemoteWrite).value());
     for (uint32_t i = 0; i < kSlots; ++i) free_.push_back(i);
+    for (size_t i = 0; i < kBookBytes; ++i) book_.push_back(page(i));
+    book_region_ =
+        std::move(fabric->register_memory(book_.data(), kBookBytes, Access::kRemoteRead).value());
+    copies_.resize(kReaders * kBookBytes);
+    copies_region_ = std::move(
+        fabric->register_memory(copies_.data(), copies_.size(), Access::kRemoteWrite).value());
+    for (size_t i = 0; i < kReaders; ++i) idle_.push_back(i);
   }
 
   Endpoint* endpoint() { return fabric->endpoint(id); }
   RemoteSlice inbox() const {
     return {reinterpret_cast<uint64_t>(in_region_->data()), in_region_->remote_key()};
+  }
+
+  RemoteSlice book() const {
+    return {reinterpret_cast<uint64_t>(book_region_->data()), book_region_->remote_key()};
+  }
+
+  /// Reads until `upto` have been asked for, as many at a time as there are readers.
+  void read_all(uint64_t upto, RemoteSlice there) {
+    while (asked < upto && !idle_.empty()) {
+      const size_t reader = idle_.back();
+      idle_.pop_back();
+      const size_t begin = random_() % kBookBytes;
+      const size_t bytes = 1 + random_() % (kBookBytes - begin);
+      ranges_[reader] = {begin, bytes};
+      std::byte* const into = copies_.data() + reader * kBookBytes;
+      std::fill_n(into, bytes, std::byte{0});
+      const Status posted = endpoint()->read({copies_region_.get(), into, bytes},
+                                             {there.address + begin, there.key}, 1000 + reader);
+      REQUIRE_MESSAGE(posted.ok(), posted.message());
+      ++asked;
+    }
   }
 
   void write_all(uint64_t upto, RemoteSlice there) {
@@ -98,6 +132,7 @@ class Correspondent {
       if (event.kind == Kind::kDisconnected) ended = event.status.message();
       if (event.kind == Kind::kWriteDone) free_.push_back(static_cast<uint32_t>(event.request));
       if (event.kind == Kind::kReceived) receive(event);
+      if (event.kind == Kind::kReadDone) read_done(event);
     }
     return moved;
   }
@@ -107,8 +142,20 @@ class Correspondent {
   bool connected = false;
   std::string ended;
   uint64_t sent = 0, received = 0, wrong = 0;
+  uint64_t asked = 0, read = 0, misread = 0;
 
  private:
+  void read_done(const Event& event) {
+    const size_t reader = event.request - 1000;
+    const auto [begin, bytes] = ranges_[reader];
+    bool right = event.bytes == bytes;
+    for (size_t i = 0; i < bytes; ++i)
+      right = right && copies_[reader * kBookBytes + i] == page(begin + i);
+    misread += !right;
+    ++read;
+    idle_.push_back(reader);
+  }
+
   void receive(const Event& event) {
     const std::byte* place = in_.data() + received % kSlots * kSlotBytes;
     Letter letter;
@@ -123,7 +170,10 @@ class Correspondent {
 
   std::minstd_rand random_;
   std::vector<std::byte> out_, in_;
-  std::unique_ptr<MemoryRegion> out_region_, in_region_;
+  std::vector<std::byte> book_, copies_;
+  std::unique_ptr<MemoryRegion> out_region_, in_region_, book_region_, copies_region_;
+  std::array<std::pair<size_t, size_t>, kReaders> ranges_;
+  std::vector<size_t> idle_;
   std::vector<uint32_t> free_;
   std::vector<Event> events_;
 };
@@ -152,6 +202,7 @@ VERBS_TEST("queue pairs that fail are replaced, and no letter is lost, changed o
   const bool full = std::getenv("TEST_LONG") != nullptr;
   const uint64_t letters = full ? 50'000 : 2'000;  // in each direction
   const uint64_t failures = full ? 50 : 10;
+  const uint64_t reads = letters / 20;
   Correspondent a(1), b(2);
   const std::string address =
       b.fabric
@@ -166,12 +217,15 @@ VERBS_TEST("queue pairs that fail are replaced, and no letter is lost, changed o
   for (uint64_t failure = 1; failure <= failures; ++failure) {
     CAPTURE(failure);
     const uint64_t upto = letters * failure / failures;
+    const uint64_t read_upto = reads * failure / failures;
     const uint64_t moment = letters * (failure - 1) / failures + random() % (letters / failures);
     bool broken = false;
     REQUIRE(turn(a, b, [&] {
       if (!a.ended.empty() || !b.ended.empty()) return true;
       a.write_all(upto, b.inbox());
       b.write_all(upto, a.inbox());
+      a.read_all(read_upto, b.book());
+      b.read_all(read_upto, a.book());
       if (!broken && a.sent >= moment) {
         broken = true;
         // One side, the other, or both at once.
@@ -179,7 +233,7 @@ VERBS_TEST("queue pairs that fail are replaced, and no letter is lost, changed o
         if (which != 1) break_queue_pair(a);
         if (which != 0) break_queue_pair(b);
       }
-      return a.received == upto && b.received == upto;
+      return a.received == upto && b.received == upto && a.read == read_upto && b.read == read_upto;
     }));
     REQUIRE_MESSAGE(a.ended.empty(), a.ended);
     REQUIRE_MESSAGE(b.ended.empty(), b.ended);
@@ -188,6 +242,8 @@ VERBS_TEST("queue pairs that fail are replaced, and no letter is lost, changed o
   CHECK(b.wrong == 0);
   CHECK(a.sent == letters);
   CHECK(b.sent == letters);
+  CHECK(a.misread == 0);
+  CHECK(b.misread == 0);
 }
 
 #endif

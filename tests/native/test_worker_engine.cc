@@ -327,6 +327,119 @@ TEST_CASE("the chief's parameters reach everybody, and the update's result comes
   for (size_t i = 0; i < 3000; ++i) REQUIRE(chief[i] == start[i] - 1.0f);
 }
 
+bool over_verbs() { return testing::transport() == "verbs"; }
+
+void fill(ServerEngine& server, float value) {
+  auto parameters = server.parameters(0, 0);
+  REQUIRE(parameters.ok());
+  auto* values = reinterpret_cast<float*>(parameters.value().data);
+  std::fill_n(values, parameters.value().elements, value);
+}
+
+TEST_CASE("tcp does not read in a server's memory, and says so") {
+  if (over_verbs()) return;
+  Cluster cluster(1, 1, striped(3000, 1, FlowMode::kUpdate));
+  std::vector<float> buffer(3000);
+  Call read;
+  read.start(cluster.worker(0), OperationKind::kRead, 0, nullptr, &buffer);
+  const Status status = read.wait();
+  CHECK(status.code() == Code::kInvalidArgument);
+  CHECK(status.message().find("pull instead") != std::string::npos);
+}
+
+TEST_CASE("verbs: parameters are read in the servers' memory, of one version or not at all") {
+  if (!over_verbs()) return;
+  constexpr uint32_t kServers = 2;
+  Cluster cluster(kServers, 2, striped(3000, kServers, FlowMode::kUpdate));
+  const std::vector<float> start = pattern(3000, 5, 0);
+  std::vector<float> chief(3000), reader(3000);
+  const auto read = [&](int64_t step) {
+    Call call;
+    call.start(cluster.worker(1), OperationKind::kRead, step, nullptr, &reader);
+    return call.wait();
+  };
+  CHECK(read(0).code() == Code::kStale);  // nothing has been published
+
+  Call init;
+  init.start(cluster.worker(0), OperationKind::kInit, 0, &start, &chief);
+  for (uint32_t s = 0; s < kServers; ++s) {
+    REQUIRE(cluster.server(s).wait_event(kTimeoutMs).kind == ServerEvent::Kind::kInitialised);
+    REQUIRE(cluster.server(s).publish(0, 0).ok());
+  }
+  REQUIRE(init.wait().ok());
+  REQUIRE(read(0).ok());
+  CHECK(reader == start);
+  CHECK(cluster.worker(1).stats().last_read == 0);
+  CHECK(read(1).code() == Code::kStale);
+
+  std::vector<float> one(3000, 1.0f), other(3000);
+  Call a, b;
+  a.start(cluster.worker(0), OperationKind::kExchange, 0, &one, &chief);
+  b.start(cluster.worker(1), OperationKind::kExchange, 0, &one, &other);
+  for (uint32_t s = 0; s < kServers; ++s)
+    REQUIRE(cluster.server(s).wait_event(kTimeoutMs).kind == ServerEvent::Kind::kStepReady);
+  CHECK(read(0).code() == Code::kStale);  // they may be being overwritten
+  fill(cluster.server(0), 7.0f);
+  REQUIRE(cluster.server(0).publish(0, 1).ok());
+  CHECK(read(0).code() == Code::kStale);  // half of them
+  fill(cluster.server(1), 7.0f);
+  REQUIRE(cluster.server(1).publish(0, 1).ok());
+  REQUIRE(a.wait().ok());
+  REQUIRE(b.wait().ok());
+  REQUIRE(read(1).ok());
+  CHECK(reader == std::vector<float>(3000, 7.0f));
+  CHECK(cluster.worker(1).stats().last_read == 1);
+}
+
+TEST_CASE("verbs: what is read while servers step is never of two versions") {
+  if (!over_verbs()) return;
+  constexpr int64_t kSteps = 40;
+  constexpr size_t kElements = 20000;
+  Cluster cluster(1, 1, striped(kElements, 1, FlowMode::kUpdate));
+  ServerEngine& server = cluster.server(0);
+  // Every value of a version is its step.
+  std::thread updater([&] {
+    while (true) {
+      const ServerEvent event = server.wait_event(kTimeoutMs);
+      if (event.kind == ServerEvent::Kind::kStepReady) {
+        fill(server, static_cast<float>(event.step + 1));
+        REQUIRE(server.publish(0, event.step + 1).ok());
+      } else if (event.kind == ServerEvent::Kind::kInitialised) {
+        REQUIRE(server.publish(0, 0).ok());
+      } else {
+        return;
+      }
+    }
+  });
+  const std::vector<float> zero(kElements, 0.0f);
+  std::vector<float> result(kElements), copy(kElements);
+  Call init;
+  init.start(cluster.worker(0), OperationKind::kInit, 0, &zero, &result);
+  REQUIRE(init.wait().ok());
+  int64_t newest = 0;
+  int read_well = 0;
+  for (int64_t step = 0; step < kSteps; ++step) {
+    Call exchange;
+    exchange.start(cluster.worker(0), OperationKind::kExchange, step, &zero, &result);
+    while (!exchange.ended()) {
+      Call read;
+      read.start(cluster.worker(0), OperationKind::kRead, 0, nullptr, &copy);
+      const Status status = read.wait();
+      if (status.code() == Code::kStale) continue;
+      REQUIRE(status.ok());
+      ++read_well;
+      const int64_t found = cluster.worker(0).stats().last_read;
+      CHECK(found >= newest);
+      newest = found;
+      REQUIRE(copy == std::vector<float>(kElements, static_cast<float>(found)));
+    }
+    REQUIRE(exchange.wait().ok());
+  }
+  CHECK(read_well > 0);
+  server.wake();
+  updater.join();
+}
+
 TEST_CASE("a flow without elements is done at once") {
   FlowSpec spec;
   spec.mode = FlowMode::kAverage;

@@ -35,6 +35,9 @@ class TcpEndpoint final : public Endpoint {
   const std::string& peer_address() const override { return peer_; }
   Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
                RequestId request) override;
+  Status read(Slice, RemoteSlice, RequestId) override {
+    return {Code::kInvalidArgument, "tcp does not read in a peer's memory"};
+  }
   size_t credits() const override { return credits_; }
   void release(size_t count) override;
   size_t outstanding() const override { return outstanding_; }

@@ -30,6 +30,7 @@ class TcpFabric final : public Fabric {
   Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes,
                                                         Access access) override;
   bool registration_is_cheap() const override { return true; }
+  bool can_read() const override { return false; }
   Result<std::string> listen(const std::string& address, Gatekeeper gatekeeper) override;
   Result<EndpointId> connect(const std::string& address, const Hello& hello,
                              int timeout_ms) override;

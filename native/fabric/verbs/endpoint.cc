@@ -73,7 +73,7 @@ Status VerbsEndpoint::new_queue_pair(const RawGid* peer) {
   if (!made.ok()) return made.status();
   queue_pair_ = std::move(made.value());
   max_inline_ = queue_pair_->max_inline();
-  on_wire_ = 0;
+  on_wire_ = reads_on_wire_ = 0;
   last_work_request_ = done_work_request_ = signalled_work_request_ = 0;
   receives_posted_ = 0;
   local_ready_ = remote_ready_ = failed_ = false;
@@ -221,6 +221,32 @@ Status VerbsEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Im
   return {};
 }
 
+Status VerbsEndpoint::read(Slice local, RemoteSlice remote, RequestId request) {
+  if (!connected_ || !accepts_writes())
+    return {Code::kUnavailable, "the connection to " + peer_ + " is not open"};
+  const std::byte* begin = local.region == nullptr ? nullptr : local.region->data();
+  if (begin == nullptr || local.bytes == 0 || local.data < begin ||
+      local.bytes > local.region->bytes() ||
+      static_cast<size_t>(local.data - begin) > local.region->bytes() - local.bytes) {
+    return {Code::kInvalidArgument, "a read leaves its region"};
+  }
+  if (remote_.reads == 0)
+    return {Code::kUnavailable, "the device of " + peer_ + " answers no RDMA READ"};
+  if (local.bytes / segment_bytes() >= send_depth_ / 2) {
+    return {Code::kInvalidArgument,
+            "a read of " + std::to_string(local.bytes) + " bytes from " + peer_ +
+                " is longer than " + std::to_string(send_depth_ / 2) + " messages of the device"};
+  }
+  Read& read = reads_.push();
+  read.local = local;
+  read.remote = remote;
+  read.request = request;
+  read.work_request = 0;
+  ++outstanding_;
+  pump();
+  return {};
+}
+
 /// Work requests that may still be posted; two are kept for grants.
 uint32_t VerbsEndpoint::send_room() const {
   const uint64_t used = last_work_request_ - done_work_request_;
@@ -269,6 +295,30 @@ void VerbsEndpoint::pump() {
     kept.work_request = last_work_request_;
     ++on_wire_;
   }
+  pump_reads();
+}
+
+void VerbsEndpoint::pump_reads() {
+  while (reads_on_wire_ < reads_.size()) {
+    Read& read = reads_[reads_on_wire_];
+    const uint64_t segment = segment_bytes();
+    if (send_room() < (read.local.bytes + segment - 1) / segment) return;
+    const auto* region = static_cast<const VerbsMemoryRegion*>(read.local.region);
+    for (uint64_t begin = 0; begin < read.local.bytes; begin += segment) {
+      const uint64_t bytes = std::min(segment, read.local.bytes - begin);
+      ibv_sge slice{reinterpret_cast<uint64_t>(read.local.data) + begin,
+                    static_cast<uint32_t>(bytes), region->local_key()};
+      ibv_send_wr request{};
+      request.opcode = IBV_WR_RDMA_READ;
+      request.sg_list = &slice;
+      request.num_sge = 1;
+      request.wr.rdma.remote_addr = read.remote.address + begin;
+      request.wr.rdma.rkey = read.remote.key;
+      if (!post(request, begin + bytes == read.local.bytes)) return;
+    }
+    read.work_request = last_work_request_;
+    ++reads_on_wire_;
+  }
 }
 
 int VerbsEndpoint::Kept::cut(uint64_t begin, uint64_t length,
@@ -311,6 +361,19 @@ void VerbsEndpoint::retire(uint64_t work_request) {
   while (on_wire_ > 0 && kept_.front().work_request <= work_request) {
     --on_wire_;
     pop_kept();
+  }
+  while (reads_on_wire_ > 0 && reads_.front().work_request <= work_request) {
+    const Read& read = reads_.front();
+    Event event{};
+    event.kind = Event::Kind::kReadDone;
+    event.endpoint = id_;
+    event.request = read.request;
+    event.bytes = read.local.bytes;
+    bytes_received_ += read.local.bytes;
+    --reads_on_wire_;
+    --outstanding_;
+    reads_.pop();
+    fabric_.emit(std::move(event));
   }
 }
 
@@ -780,7 +843,8 @@ void VerbsEndpoint::announce_end(Status why) {
   ended_ = true;
   outstanding_ = 0;
   kept_.truncate(0);
-  on_wire_ = 0;
+  reads_.truncate(0);
+  on_wire_ = reads_on_wire_ = 0;
   granted_by_peer_ = first_kept_;
   if (!announced_) return;
   Event event{};

@@ -56,6 +56,7 @@ class VerbsEndpoint final : public Endpoint {
   const std::string& peer_address() const override { return peer_; }
   Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
                RequestId request) override;
+  Status read(Slice local, RemoteSlice remote, RequestId request) override;
   size_t credits() const override { return granted_by_peer_ - posted_total(); }
   void release(size_t count) override;
   size_t outstanding() const override { return outstanding_; }
@@ -116,6 +117,14 @@ class VerbsEndpoint final : public Endpoint {
     int cut(uint64_t begin, uint64_t length, std::span<ibv_sge, kMaxSlices> into) const;
   };
 
+  /// A read that is not complete. Done again, it does no harm.
+  struct Read {
+    Slice local;
+    RemoteSlice remote;
+    RequestId request;
+    uint64_t work_request;  ///< its last one on the current queue pair
+  };
+
   uint32_t posted_total() const { return first_kept_ + static_cast<uint32_t>(kept_.size()); }
   bool accepts_writes() const {
     return !flushing_ && announced_ &&
@@ -125,6 +134,7 @@ class VerbsEndpoint final : public Endpoint {
   uint32_t send_room() const;
   uint64_t segment_bytes() const;
   void pump();
+  void pump_reads();
   bool post(ibv_send_wr& request, bool signalled);
   void retire(uint64_t work_request);
   void pop_kept();
@@ -190,6 +200,9 @@ class VerbsEndpoint final : public Endpoint {
   uint64_t signalled_work_request_ = 0;
   size_t outstanding_ = 0;
   uint64_t bytes_sent_ = 0;
+
+  tcp::Ring<Read> reads_;
+  size_t reads_on_wire_ = 0;  ///< how many of reads_, from the front, are posted
 
   // Receiving.
   uint32_t receive_depth_ = 0;

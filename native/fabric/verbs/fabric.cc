@@ -314,6 +314,7 @@ void VerbsFabric::signalled(const Event& event) {
       endpoint.on_message(event.immediate, event.bytes);
       return;
     case Event::Kind::kWriteDone:
+    case Event::Kind::kReadDone:
     case Event::Kind::kCredits:
       return;
   }

@@ -45,7 +45,7 @@ READY = 1
 # native/engine/wire.h
 HEADER = struct.Struct("<IHHBBHIqQQQIIQ")
 HEADER_MAGIC = 0x5344524A
-VERSION = 1
+VERSION = 2
 PUSH = 1
 RESULT, CREDIT = 1, 2
 GRANT = struct.Struct("<QQII")  # address, stride, key, slots
