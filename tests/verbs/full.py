@@ -1,8 +1,11 @@
-"""The long forms of tests of this folder; needs the devices that tests/guest/ makes. A line for each job, then a summary.
+"""The long forms of tests of this folder. A line for each job, then a summary.
 
-python -m tests.guest run --time-limit 3000 -- .venv/bin/python tests/verbs/full.py loss    100 steps of 1 MB, 0.5 and 3 % lost
-... full.py kills    kill -9 of a worker and of the server, 20 times each (--times N)
-... full.py cable    20 cuts of 0.3 to 3 s in one job (--times N)
+Needs the devices that tests/guest/ makes:
+  python -m tests.guest run --time-limit 3000 -- .venv/bin/python tests/verbs/full.py WHAT
+WHAT is:
+  loss     100 steps of 1 MB on a cable that loses 0.5 %, then 3 % of the packets
+  kills    kill -9 of a worker and of the server, 20 times each (--times N)
+  cable    20 cuts of 0.3 to 3 s in one job (--times N)
 """
 
 import argparse
