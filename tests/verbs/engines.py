@@ -3,8 +3,9 @@
   engines.py server INDEX                   says "listening ADDRESS", then what happens, until it is ended
   engines.py worker INDEX ADDRESS...        averages with the others, checks every mean, says "step N" and "done"
 
-Every process of a job is given the same --servers, --workers, --elements and --partition-bytes. A failure is said as
-"failed CODE: MESSAGE", with exit status 3.
+Every process of a job is given the same --servers, --workers, --elements and --partition-bytes. With --update on all of
+them, servers keep parameters and leave them as they are: a worker with --init gives them, one with --read reads them in
+the servers' memory. A failure is said as "failed CODE: MESSAGE", with exit status 3.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from jaxrdma import _native
 
 JOB = "engines"
+PARAMETERS_OF = 50  # the "worker" whose gradient of step 0 the parameters are
 
 
 def token(worker: int, server: int) -> bytes:
@@ -48,7 +50,7 @@ def flow(args: argparse.Namespace) -> _native.FlowSpec:
     ]
     return _native.FlowSpec(
         id=0,
-        mode=_native.FlowMode.AVERAGE,
+        mode=_native.FlowMode.UPDATE if args.update else _native.FlowMode.AVERAGE,
         dtypes=[_native.DType.float32],
         elements=[args.elements],
         partitions=partitions,
@@ -84,6 +86,8 @@ def serve(args: argparse.Namespace) -> None:
     say(f"listening {engine.address}")
     while True:
         event = engine.wait_event()
+        if event.kind == _native.ServerEvent.Kind.INITIALISED:
+            checked(engine.publish(event.flow, event.step))
         say(f"{event.kind.name} worker {event.worker}: {event.text}")
 
 
@@ -102,8 +106,19 @@ def work(args: argparse.Namespace) -> None:
     spec = flow(args)
     checked(engine.add_flow(spec))
     say(f"transport {engine.transport}")
+    if args.init:
+        given = gradient(args.elements, PARAMETERS_OF, 0).view(np.uint8)
+        kind = _native.OperationKind.INIT
+        checked(engine.run_operation(kind, 0, 0, [given], [np.empty_like(given)], spec))
+        say("initialised")
+    if args.read:
+        read = np.empty(args.elements, np.float32)
+        kind = _native.OperationKind.READ
+        checked(engine.run_operation(kind, 0, 0, [None], [read.view(np.uint8)], spec))
+        np.testing.assert_array_equal(read, gradient(args.elements, PARAMETERS_OF, 0))
+        say(f"read step {engine.stats().last_read}")
     mean = np.empty(args.elements, np.float32)
-    for step in range(args.steps):
+    for step in range(0 if args.update else args.steps):
         mine = gradient(args.elements, args.index, step)
         checked(
             engine.run_operation(
@@ -142,6 +157,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     parser.add_argument("--idle", type=float, default=0.0, help="seconds at the end, measured")
+    parser.add_argument("--update", action="store_true")
+    parser.add_argument("--init", action="store_true")
+    parser.add_argument("--read", action="store_true")
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--transport", default="verbs")
     parser.add_argument("--verbs", nargs="*", default=[], metavar="NAME=VALUE")

@@ -1,29 +1,27 @@
 #!/usr/bin/python3
-"""A worker or a server of a job over verbs, written from the headers of the protocol and made with pyverbs: it shares
-no code with ours, so what ours puts on the wire is what the headers say.
+"""A worker or a server of a job over verbs, written from the headers of the protocol: it shares no code with ours, so
+what ours puts on the wire is what the headers say.
 
-pyverbs_member.py worker DEVICE ADDRESS    worker 1 of 2: pushes, and checks the means that come back
-pyverbs_member.py server DEVICE            the only server: says "listening ADDRESS", returns each gradient
+member.py BINDING worker DEVICE ADDRESS    worker 1 of 2: pushes, and checks the means that come back
+member.py BINDING server DEVICE            the only server: says "listening ADDRESS", returns each gradient
+member.py BINDING reader DEVICE ADDRESS    worker 1 of 2: reads the parameters where the server keeps them
+member.py BINDING library DEVICE           the only server: tells where its parameters lie, and does nothing else
 
-Both: --elements, --partition-bytes, --steps, as tests/verbs/engines.py has them. Prints "verified" when all went well.
-Needs the system's Python, with the package python3-pyverbs.
+BINDING: what drives the device, pyverbs (of the system's Python, package python3-pyverbs) or ibverbs (from the Python
+index). Options: --elements, --partition-bytes, --steps, as tests/verbs/engines.py has them. Prints "verified" when all
+went well.
 """
 
 import argparse
+import contextlib
 import random
 import socket
 import struct
 import sys
 import time
+from pathlib import Path
 
-import pyverbs.enums as e
-from pyverbs.addr import GID, AHAttr, GlobalRoute
-from pyverbs.cq import CQ
-from pyverbs.device import Context
-from pyverbs.mr import MR
-from pyverbs.pd import PD
-from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
-from pyverbs.wr import SGE, RecvWR, SendWR
+sys.path.insert(0, str(Path(__file__).parent))  # left out by an isolated interpreter
 
 JOB = b"engines"
 RECEIVES = 256
@@ -34,9 +32,8 @@ LIMIT_S = 40
 FRAME = struct.Struct("<IB3xIIIIQQ")  # magic, type, credits, immediate, key, 0, address, length
 FRAME_MAGIC = 0x3154524A
 HELLO, HELLO_REPLY, WRITE = 1, 2, 3
-HELLO_BODY = struct.Struct(
-    "<QIHHHHI"
-)  # incarnation, worker, version, bytes of: job, token, payload; 0
+# incarnation, worker, version, bytes of: job, token, payload; 0
+HELLO_BODY = struct.Struct("<QIHHHHI")
 # native/fabric/verbs/frame.h
 PARAMETERS = struct.Struct("<IIII16sQIIHHBBBB64s")
 PARAMETERS_MAGIC = 0x3156524A
@@ -46,13 +43,17 @@ READY = 1
 HEADER = struct.Struct("<IHHBBHIqQQQIIQ")
 HEADER_MAGIC = 0x5344524A
 VERSION = 2
-PUSH = 1
+PUSH, LOCATE = 1, 4
 RESULT, CREDIT = 1, 2
 GRANT = struct.Struct("<QQII")  # address, stride, key, slots
+LOCATION = struct.Struct("<QQQII")  # address, bytes, address of the seal, key, 0
+SEAL = struct.Struct("<Qq")  # sequence, step
 
 MAILBOX = (
     0x1000  # where the other side is told to write its messages; only its frames are looked at
 )
+PARAMETERS_OF = 50  # the "worker" whose gradient of step 0 the parameters are
+STEP = 7  # of a library's parameters
 
 
 def gradient(elements: int, worker: int, step: int) -> list[float]:
@@ -66,32 +67,16 @@ def floats(values: list[float]) -> bytes:
 class Member:
     """One queue pair, its memory, and the signalling connection."""
 
-    def __init__(self, device: str, memory: int) -> None:
-        self.context = Context(name=device)
-        self.mtu = self.context.query_port(1).active_mtu
-        self.gid_index, self.gid = self.ipv4_gid()
-        access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
-        self.pd = PD(self.context)
-        self.mr = MR(self.pd, memory, access)
-        self.cq = CQ(self.context, RECEIVES + 64)
-        capacity = QPCap(max_send_wr=64, max_recv_wr=RECEIVES, max_send_sge=1, max_recv_sge=1)
-        attributes = QPAttr(port_num=1)
-        attributes.qp_access_flags = access
-        initial = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self.cq, rcq=self.cq, cap=capacity)
-        self.qp = QP(self.pd, initial, attributes)
+    def __init__(self, binding: str, device: str, memory: int) -> None:
+        if binding == "pyverbs":
+            from with_pyverbs import Pair
+        else:
+            from with_ibverbs import Pair
+        self.pair = Pair(device, memory, RECEIVES)
         self.psn = random.getrandbits(24)
-        for _ in range(RECEIVES):
-            self.qp.post_recv(RecvWR(num_sge=1, sg=[SGE(self.mr.buf, 1, self.mr.lkey)]))
         self.received: list[int] = []  # immediates of writes, in order
         self.completed = 0
         self.posted = 0
-
-    def ipv4_gid(self) -> tuple[int, bytes]:
-        for entry in self.context.query_gid_table(256):
-            raw = bytes.fromhex(entry.gid_str().replace(":", ""))
-            if entry.gid_type == e.IBV_GID_TYPE_ROCE_V2 and raw[:12] == bytes(10) + b"\xff\xff":
-                return entry.gid_index, raw
-        raise SystemExit("the device has no RoCE v2 GID with an IPv4 address")
 
     # The signalling connection.
 
@@ -129,15 +114,15 @@ class Member:
         return PARAMETERS.pack(
             *(
                 PARAMETERS_MAGIC,
-                self.qp.qp_num,
+                self.pair.number,
                 self.psn,
                 RECEIVES // 2,
-                self.gid,
+                self.pair.gid,
                 MAILBOX,
                 1,
                 1 << 20,
             ),
-            *(0, 0xFFFF, self.mtu, 1, 1, 0, b"pyverbs"),
+            *(0, 0xFFFF, self.pair.mtu, 1, 4, 0, b"independent"),
         )
 
     def hello(self, kind: int, worker: int, token: bytes, payload: bytes) -> None:
@@ -159,17 +144,7 @@ class Member:
 
     def connect_queue_pair(self) -> None:
         number, psn, gid, mtu = self.peer
-        text = ":".join(gid.hex()[i : i + 4] for i in range(0, 32, 4))
-        attributes = QPAttr(port_num=1, cur_qp_state=e.IBV_QPS_INIT)
-        attributes.path_mtu = min(mtu, self.mtu)
-        attributes.dest_qp_num = number
-        attributes.rq_psn, attributes.sq_psn = psn, self.psn
-        attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
-        attributes.timeout, attributes.retry_cnt = 16, 6
-        attributes.min_rnr_timer, attributes.rnr_retry = 12, 6
-        route = GlobalRoute(dgid=GID(text), sgid_index=self.gid_index, hop_limit=64)
-        attributes.ah_attr = AHAttr(port_num=1, is_global=1, gr=route)
-        self.qp.to_rts(attributes)
+        self.pair.connect(number, psn, gid, min(mtu, self.pair.mtu), self.psn)
         ready = MESSAGE.pack(READY, 0, 0, RECEIVES // 2) + self.parameters()
         self.frame(WRITE, ready, immediate=0, key=self.mailbox_key, address=self.mailbox)
         _, body = self.next_frame(WRITE)
@@ -179,16 +154,15 @@ class Member:
 
     def write(self, offset: int, length: int, address: int, key: int, immediate: int) -> None:
         """`length` bytes of our memory at `offset` go to `address` of the other side."""
-        request = SendWR(
-            opcode=e.IBV_WR_RDMA_WRITE_WITH_IMM,
-            num_sge=1,  # pyverbs insists on one, if of no bytes
-            sg=[SGE(self.mr.buf + offset, length, self.mr.lkey)],
-            send_flags=e.IBV_SEND_SIGNALED,
-            imm_data=socket.htonl(immediate),
-        )
-        request.set_wr_rdma(key, address)
-        self.qp.post_send(request)
+        self.pair.write(offset, length, address, key, immediate)
         self.posted += 1
+
+    def read(self, offset: int, length: int, address: int, key: int) -> bytes:
+        """What is at `address` of the other side; it comes to `offset` of our memory."""
+        self.pair.read(offset, length, address, key)
+        self.posted += 1
+        self.wait(lambda: self.completed == self.posted)
+        return self.pair.get(offset, length)
 
     def wait(self, done) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -196,13 +170,10 @@ class Member:
             assert time.monotonic() < deadline, (
                 f"waited in vain; immediates so far: {self.received}"
             )
-            for completion in self.cq.poll(16)[1]:
-                assert completion.status == e.IBV_WC_SUCCESS, (
-                    f"completion status {completion.status}"
-                )
-                if completion.opcode == e.IBV_WC_RECV_RDMA_WITH_IMM:
-                    self.received.append(socket.ntohl(completion.imm_data))
-                elif completion.opcode == e.IBV_WC_RDMA_WRITE:
+            for what, immediate in self.pair.poll():
+                if what == "arrived":
+                    self.received.append(immediate)
+                elif what == "completed":
                     self.completed += 1
                 # else: an empty SEND, which brings the sender's receives
 
@@ -218,10 +189,9 @@ def pieces(args: argparse.Namespace) -> list[tuple[int, int]]:
     return [(begin, min(size, whole - begin)) for begin in range(0, whole, size)]
 
 
-def work(args: argparse.Namespace) -> None:
-    """One partition at a time: in slot 0, answered into the second half of our memory."""
-    results = HEADER.size + args.partition_bytes
-    member = Member(args.device, 2 * results)
+@contextlib.contextmanager
+def join(member: Member, args: argparse.Namespace):
+    """As worker 1; gives where slot 0 of the server is."""
     host, _, port = args.address.rpartition(":")
     with socket.create_connection((host, int(port)), LIMIT_S) as connection:
         member.signal_over(connection)
@@ -229,29 +199,12 @@ def work(args: argparse.Namespace) -> None:
         address, stride, key, slots = GRANT.unpack(member.take_hello(HELLO_REPLY))
         assert stride >= HEADER.size + args.partition_bytes and slots > 0
         member.connect_queue_pair()
-        for step in range(args.steps):
-            mine = floats(gradient(args.elements, 1, step))
-            ours, theirs = (gradient(args.elements, worker, step) for worker in (1, 0))
-            means = floats([(a + b) / 2 for a, b in zip(ours, theirs, strict=True)])
-            for number, (begin, length) in enumerate(pieces(args)):
-                there = member.mr.buf + results
-                header = HEADER.pack(
-                    *(HEADER_MAGIC, VERSION, 0, PUSH, 0, 0, number, step, 2, length),
-                    *(there, member.mr.rkey, 77, 0),
-                )
-                member.mr.write(header + mine[begin : begin + length], HEADER.size + length)
-                member.write(0, HEADER.size + length, address, key, 0)
-                answers = sorted(member.next_immediate() for _ in range(2))
-                assert answers == [RESULT << 24 | 77, CREDIT << 24 | 0], answers
-                got = member.mr.read(length, results)
-                assert got == means[begin : begin + length], f"step {step}: another mean came back"
-        print("verified", flush=True)
+        yield address, key
 
 
-def serve(args: argparse.Namespace) -> None:
-    """The mean of one worker is its own gradient: it goes back out of the slot in which it landed."""
-    stride = HEADER.size + args.partition_bytes
-    member = Member(args.device, SLOTS * stride)
+@contextlib.contextmanager
+def receive(member: Member, slot_bytes: int):
+    """As the only server, whose slots are at the beginning of its memory, for one worker."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(LIMIT_S)
         print(f"listening 127.0.0.1:{listener.getsockname()[1]}", flush=True)
@@ -259,11 +212,101 @@ def serve(args: argparse.Namespace) -> None:
     with connection:
         member.signal_over(connection)
         member.take_hello(HELLO)
-        member.hello(HELLO_REPLY, 0, b"", GRANT.pack(member.mr.buf, stride, member.mr.rkey, SLOTS))
+        grant = GRANT.pack(member.pair.address, slot_bytes, member.pair.key, SLOTS)
+        member.hello(HELLO_REPLY, 0, b"", grant)
         member.connect_queue_pair()
+        yield
+
+
+def read_parameters(args: argparse.Namespace) -> None:
+    """Asks where each partition lies, and reads it there between two readings of the seal."""
+    answers, copy = HEADER.size, 2 * HEADER.size
+    member = Member(args.binding, args.device, copy + args.partition_bytes)
+    pair = member.pair
+    right = floats(gradient(args.elements, PARAMETERS_OF, 0))
+    with join(member, args) as (address, key):
+        for number, (begin, length) in enumerate(pieces(args)):
+            header = HEADER.pack(
+                *(HEADER_MAGIC, VERSION, 0, LOCATE, 0, 0, number, 0, 2, 0),
+                *(pair.address + answers, pair.key, 77, 0),
+            )
+            pair.put(0, header)
+            member.write(0, HEADER.size, address, key, 0)
+            found = sorted(member.next_immediate() for _ in range(2))
+            assert found == [RESULT << 24 | 77, CREDIT << 24 | 0], found
+            there, size, seal, remote_key, _ = LOCATION.unpack(pair.get(answers, LOCATION.size))
+            assert size == length, (size, length)
+            before = SEAL.unpack(member.read(copy, SEAL.size, seal, remote_key))
+            got = member.read(copy, length, there, remote_key)
+            after = SEAL.unpack(member.read(copy, SEAL.size, seal, remote_key))
+            assert before == after and before[0] % 2 == 0 and before[1] == 0, (before, after)
+            assert got == right[begin : begin + length], "other parameters were read"
+        print("verified", flush=True)
+
+
+def be_read(args: argparse.Namespace) -> None:
+    """Tells where the parameters lie; then the reader takes them by himself."""
+    parameters = floats(gradient(args.elements, PARAMETERS_OF, 0))
+    stride = HEADER.size + args.partition_bytes
+    seal = SLOTS * stride
+    answers = seal + HEADER.size
+    data = answers + HEADER.size
+    member = Member(args.binding, args.device, data + len(parameters))
+    pair = member.pair
+    pair.put(seal, SEAL.pack(2, STEP))
+    pair.put(data, parameters)
+    with receive(member, stride):
+        for _ in pieces(args):
+            slot = member.next_immediate()
+            assert slot < SLOTS, slot
+            fields = HEADER.unpack(pair.get(slot * stride, HEADER.size))
+            assert fields[:4] == (HEADER_MAGIC, VERSION, 0, LOCATE), fields
+            begin, length = pieces(args)[fields[6]]
+            place = pair.address + data + begin
+            pair.put(answers, LOCATION.pack(place, length, pair.address + seal, pair.key, 0))
+            member.write(answers, LOCATION.size, fields[10], fields[11], RESULT << 24 | fields[12])
+            member.wait(lambda: member.completed == member.posted)
+            member.write(0, 0, 0, 0, CREDIT << 24 | slot)
+        member.wait(lambda: member.completed == member.posted)
+        while member.connection.recv(4096):  # until the reader is done
+            pass
+        print("verified", flush=True)
+
+
+def work(args: argparse.Namespace) -> None:
+    """One partition at a time: in slot 0, answered into the second half of our memory."""
+    results = HEADER.size + args.partition_bytes
+    member = Member(args.binding, args.device, 2 * results)
+    pair = member.pair
+    with join(member, args) as (address, key):
+        for step in range(args.steps):
+            mine = floats(gradient(args.elements, 1, step))
+            ours, theirs = (gradient(args.elements, worker, step) for worker in (1, 0))
+            means = floats([(a + b) / 2 for a, b in zip(ours, theirs, strict=True)])
+            for number, (begin, length) in enumerate(pieces(args)):
+                there = pair.address + results
+                header = HEADER.pack(
+                    *(HEADER_MAGIC, VERSION, 0, PUSH, 0, 0, number, step, 2, length),
+                    *(there, pair.key, 77, 0),
+                )
+                pair.put(0, header + mine[begin : begin + length])
+                member.write(0, HEADER.size + length, address, key, 0)
+                answers = sorted(member.next_immediate() for _ in range(2))
+                assert answers == [RESULT << 24 | 77, CREDIT << 24 | 0], answers
+                got = pair.get(results, length)
+                assert got == means[begin : begin + length], f"step {step}: another mean came back"
+        print("verified", flush=True)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """The mean of one worker is its own gradient: it goes back out of the slot in which it landed."""
+    stride = HEADER.size + args.partition_bytes
+    member = Member(args.binding, args.device, SLOTS * stride)
+    pair = member.pair
+    with receive(member, stride):
         for number in range(args.steps * len(pieces(args))):
             slot = member.next_immediate()
-            fields = HEADER.unpack(member.mr.read(HEADER.size, slot * stride))
+            fields = HEADER.unpack(pair.get(slot * stride, HEADER.size))
             magic, version, flow, kind, dtype, _, partition, step, incarnation, length = fields[:10]
             assert (magic, version, flow, kind, dtype) == (HEADER_MAGIC, VERSION, 0, PUSH, 0), (
                 fields
@@ -271,7 +314,7 @@ def serve(args: argparse.Namespace) -> None:
             begin, expected = pieces(args)[partition]
             assert (incarnation, length) == (1, expected), fields
             assert step == number // len(pieces(args)), fields
-            payload = member.mr.read(length, slot * stride + HEADER.size)
+            payload = pair.get(slot * stride + HEADER.size, length)
             right = floats(gradient(args.elements, 0, step))[begin : begin + length]
             assert payload == right, f"step {step}: other bytes landed than were pushed"
             address, key, tag = fields[10:13]
@@ -287,14 +330,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("role", choices=("worker", "server"))
+    roles = {"worker": work, "server": serve, "reader": read_parameters, "library": be_read}
+    parser.add_argument("binding", choices=("pyverbs", "ibverbs"))
+    parser.add_argument("role", choices=roles)
     parser.add_argument("device")
     parser.add_argument("address", nargs="?", default="")
     parser.add_argument("--elements", type=int, default=2000)
     parser.add_argument("--partition-bytes", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
-    (work if args.role == "worker" else serve)(args)
+    roles[args.role](args)
 
 
 if __name__ == "__main__":
