@@ -310,6 +310,11 @@ class _Launcher:
 
     # --- starting ---
 
+    @property
+    def _patience(self) -> float:
+        """For the coordinator to open its port. Other machines wait for it as long as they wait for anything."""
+        return _START_SECONDS if self._plan.share is None else self._spec.connect_timeout
+
     def _start_coordinator(self) -> None:
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
@@ -326,7 +331,7 @@ class _Launcher:
         finally:
             os.close(writing)
         self._selector.register(reading, selectors.EVENT_READ, lambda: self._reported(reading))
-        self._after(_START_SECONDS, self._coordinator_is_late)
+        self._after(self._patience, self._coordinator_is_late)
 
     def _start_delegate(self) -> None:
         """What failed on other machines is heard, and what fails here is told, by a process that may wait."""
@@ -461,7 +466,7 @@ class _Launcher:
                 self._start_others(fact["address"])
 
     def _coordinator_is_late(self) -> None:
-        self._complaint = f"the coordinator did not open its port within {_START_SECONDS:.0f} s"
+        self._complaint = f"the coordinator did not open its port within {self._patience:.0f} s"
         self._stop()
 
     def _ended(self, child: _Child) -> None:
