@@ -554,9 +554,9 @@ class Membership:
         if self._failure is not None:
             return []
         failure = self._set_failure(kind, text, culprit, now)
-        return self._to(
-            self._live(), failure, but=culprit if culprit and culprit.confessed else None
-        )
+        # Who failed by itself knows; who reported a lost connection waits to hear what was behind it.
+        knows = culprit if culprit and culprit.confessed and kind != "connection" else None
+        return self._to(self._live(), failure, but=knows)
 
     def _set_failure(self, kind: str, text: str, culprit: _Member | None, now: float) -> JobFailed:
         role, index = (

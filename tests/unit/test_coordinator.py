@@ -512,6 +512,9 @@ def test_a_lost_connection_that_nothing_explains_is_the_cause(job):
     job.wait(ROOT_CAUSE_SECONDS + 0.25, ALL)
     assert (job.failure.kind, job.failure.role, job.failure.index) == ("connection", "server", 0)
     assert "worker 1 is unreachable" in job.failure.text
+    assert (
+        job.last("s0", JobFailed) == job.failure
+    )  # it has waited for a better cause, and may end now
 
 
 def test_silence_is_found_and_the_silent_one_is_told_too(job):
