@@ -79,7 +79,10 @@ class LeafSpec(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a stream: who I am, and what I take for granted."""
+    """The first message of a stream: who I am, and what I take for granted.
+
+    A `role` may also be "launcher": one attends for each machine of a job on several, and `index` says nothing.
+    """
 
     role: str
     index: int
@@ -133,6 +136,16 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
     """A worker is done, after `step`."""
 
     step: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Of a launcher: a server or worker that it started ended, `how` ("ended with exit code 5"), well or not."""
+
+    role: str
+    index: int
+    pid: int
+    how: str
+    well: bool
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -244,10 +257,12 @@ class JobFailed(msgspec.Struct, frozen=True, tag="job_failed"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """To a server: all workers are done."""
+    """To a server: all workers are done. To a launcher: all servers are, too."""
 
 
-ClientMessage = Hello | Heartbeat | Admitting | FlowProposal | FlowReady | Failed | Left | Bye
+ClientMessage = (
+    Hello | Heartbeat | Admitting | FlowProposal | FlowReady | Failed | Left | Ended | Bye
+)
 CoordinatorMessage = (
     Welcome
     | Refused
@@ -302,8 +317,8 @@ class ControlClient:
     - `incarnation`: a number that no other life of this process has.
     - `data_address`: of a server, the "host:port" workers connect to.
     - `on_message`: called on the reading thread with every `JobFailed`, `MemberLeft`, `Shutdown` and flow message, in
-      their order. It must be quick, and may call any method here but `join`, `wait` and `leave`. The loss of the
-      coordinator arrives as `JobFailed(kind="coordinator_lost")`.
+      their order. It must be quick, and may call any method here but `reach`, `join`, `wait` and `leave`. The loss of
+      the coordinator arrives as `JobFailed(kind="coordinator_lost")`.
     - `say`: prints one line of progress.
     - `progress`: the last step done (-1: none) and a word on what this process does, for the heartbeats.
     """
@@ -369,12 +384,13 @@ class ControlClient:
         with self._condition:
             return None if self._failure is None else job_error(self._failure)
 
-    def join(self) -> Roster:
-        """Reach the coordinator, in any order of starts, and wait until the job is complete.
+    def reach(self) -> float:
+        """Reach the coordinator, in any order of starts, and be welcomed.
 
-        **Raises:** `ConnectError` after `connect_timeout` seconds, naming who is missing, or if the coordinator
-        refused; `MismatchError` if it refused for a version or setting; `PeerFailedError` if another process failed
-        meanwhile.
+        **Returns:** the time at which `connect_timeout` will be over, as `time.monotonic` gives it.
+
+        **Raises:** `ConnectError` after `connect_timeout` seconds, or if the coordinator refused; `MismatchError` if it
+        refused for a version or setting.
         """
         begin = time.monotonic()
         deadline = begin + self._spec.connect_timeout
@@ -393,6 +409,15 @@ class ControlClient:
                 raise CancelledError(
                     f"{self._who()} was closed while it waited for the coordinator"
                 )
+        return deadline
+
+    def join(self) -> Roster:
+        """`reach`, and wait until the job is complete.
+
+        **Raises:** as `reach`; `ConnectError` also if that takes longer, naming who is missing; `PeerFailedError` if
+        another process failed meanwhile.
+        """
+        deadline = self.reach()
         with self._condition:
             self._condition.wait_for(
                 lambda: self._roster is not None or self._over(),
@@ -480,7 +505,8 @@ class ControlClient:
         atexit.unregister(self._at_exit)
 
     def _who(self) -> str:
-        return f"{self._hello.role} {self._hello.index}"
+        role = self._hello.role
+        return role if role == "launcher" else f"{role} {self._hello.index}"
 
     def _over(self) -> bool:
         return (

@@ -25,6 +25,7 @@ from jaxrdma.control import (
     Bye,
     ClientMessage,
     CoordinatorMessage,
+    Ended,
     Failed,
     FlowAgreed,
     FlowProposal,
@@ -60,6 +61,7 @@ _ALIVE_SECONDS = 1.0
 _TICK_SECONDS = 0.25
 _PAUSE_SECONDS = 2.0  # a tick this late means that the coordinator itself was stopped
 _HELLO_SECONDS = 10.0
+_LAUNCHER_SECONDS = 1.0  # of a machine that falls silent, its workers and servers are named rather than its launcher
 
 Outgoing = list[tuple[int, CoordinatorMessage]]
 
@@ -76,8 +78,13 @@ class _Member:
     confessed: bool = False  # sent Failed: its end is no news
 
     @property
+    def launches(self) -> bool:
+        """Whether this is a launcher: it speaks for its machine, and has no place among workers and servers."""
+        return self.hello.role == "launcher"
+
+    @property
     def name(self) -> str:
-        return f"{self.hello.role} {self.hello.index}"
+        return "launcher" if self.launches else f"{self.hello.role} {self.hello.index}"
 
     @property
     def place(self) -> str:
@@ -85,6 +92,8 @@ class _Member:
 
     @property
     def last(self) -> str:
+        if self.launches:
+            return "and nobody can tell how the processes of its machine are"
         return f"last at step {self.step}" if self.step >= 0 else "with no step reported yet"
 
 
@@ -199,7 +208,9 @@ class Membership:
                 return self._left(member, message.step, now)
             case Bye():
                 member.gone = True
-                return self._bye(member, now)
+                return self._bye(member, now) + self._dismiss()
+            case Ended():
+                return self._ended(member, message, now)
             case FlowProposal():
                 return self._proposal(member, message, now)
             case Admitting():
@@ -265,9 +276,11 @@ class Membership:
             self._next_text = now + control.PROGRESS_SECONDS
         member = _Member(member_id, hello, now)
         self._members[member_id] = member
-        self._places[hello.role, hello.index] = member
         welcome = Welcome(self._expected["worker"], self._expected["server"])
         out: Outgoing = [(member_id, welcome)]
+        if member.launches:
+            return out + self._dismiss()
+        self._places[hello.role, hello.index] = member
         if not self._missing():
             self._rosters = self._make_rosters()
             out += [(m.id, self._rosters[m.id]) for m in self._live() if m.hello.role == "server"]
@@ -282,7 +295,9 @@ class Membership:
         return [(m.id, self._rosters[m.id]) for m in self._live() if m.hello.role == "worker"]
 
     def _refuse(self, hello: Hello) -> Refused | None:
-        who = f"{hello.role} {hello.index} ({hello.host}, pid {hello.pid})"
+        launches = hello.role == "launcher"
+        who = "launcher" if launches else f"{hello.role} {hello.index}"
+        who += f" ({hello.host}, pid {hello.pid})"
         if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
             came = "a wrong one" if hello.secret else "none"
             return Refused(
@@ -305,7 +320,7 @@ class Membership:
             return Refused(
                 "failed", f"{who} comes too late, the job has failed: {self._failure.text}"
             )
-        if hello.role not in ROLES:
+        if hello.role not in ROLES and not launches:
             return Refused("role", f"{who}: expected a role of {' or '.join(ROLES)}")
         for name, role in (("num_workers", "worker"), ("num_servers", "server")):
             theirs, ours = hello.settings.get(name), self._expected[role]
@@ -315,7 +330,7 @@ class Membership:
                     f"{who} expects {theirs} {role}s, the coordinator {ours}. "
                     f"Set JAXRDMA_{name.upper()} alike on every process.",
                 )
-        count = self._expected[hello.role]
+        count = self._expected.get(hello.role, hello.index + 1)
         if not 0 <= hello.index < count:
             return Refused(
                 "index",
@@ -376,7 +391,7 @@ class Membership:
                 entries,
             )
 
-        return {m.id: roster(m) for m in self._live()}
+        return {m.id: roster(m) for m in self._crew()}
 
     # --- flows ---
 
@@ -411,7 +426,7 @@ class Membership:
         flow.agreed = True
         flow.since, flow.next_text = now, now + control.PROGRESS_SECONDS
         out: Outgoing = []
-        for m in self._live():
+        for m in self._crew():
             program = programs[m.hello.index] if programs and m.hello.role == "server" else None
             out.append((m.id, _agreement(proposal, program)))
         # Programs can be large, and nobody asks for them again.
@@ -442,6 +457,8 @@ class Membership:
     # --- ending ---
 
     def _left(self, member: _Member, step: int, now: float) -> Outgoing:
+        if member.launches:
+            return []
         if member.hello.role == "server":
             if self._shutdown_since is not None:
                 return []
@@ -472,9 +489,40 @@ class Membership:
     def _bye(self, member: _Member, now: float) -> Outgoing:
         if member.confessed:
             return self._confirm_suspect(member, now)
-        if member.left:
+        if member.left or member.launches:
             return []
         return self._left(member, member.step, now)
+
+    def _dismiss(self) -> Outgoing:
+        """Launchers may go when the last server has."""
+        if self._failure is not None or self._shutdown_since is None or not self.is_over(0.0):
+            return []
+        return self._to([m for m in self._live() if m.launches], Shutdown())
+
+    def _ended(self, launcher: _Member, ended: Ended, now: float) -> Outgoing:
+        """News only of who never joined, or left in good order and failed later: the others' streams tell more."""
+        if not launcher.launches:
+            return self._broken(
+                launcher, "told how another process ended, which only a launcher does", now
+            )
+        host = launcher.hello.host
+        member = self._places.get((ended.role, ended.index))
+        if ended.well and member is not None:
+            return []
+        if member is not None and (member.hello.host, member.hello.pid) == (host, ended.pid):
+            if not member.left:
+                return []
+            text = f"{member.name} ({member.place}) {ended.how}, after it had left the job"
+        else:
+            text = f"{ended.role} {ended.index} ({host}, pid {ended.pid}) {ended.how} and had never joined"
+            if ended.well:
+                text += "; does its script call jaxrdma.connect()?"
+            elif self._refusal is not None:
+                at, why = self._refusal
+                text += f" (refused {now - at:.0f} s ago: {why})"
+        self._failure = JobFailed("died", text, ended.role, ended.index)
+        self._failed_at = now
+        return self._to(self._live(), self._failure)
 
     def _member_failed(self, member: _Member, message: Failed, now: float) -> Outgoing:
         member.confessed = True
@@ -494,7 +542,7 @@ class Membership:
 
     def _confirm_suspect(self, member: _Member, now: float) -> Outgoing:
         """Whoever reported a lost connection is gone itself. A better cause is still awaited, unless nobody is left."""
-        if self._suspect is None or self._live():
+        if self._suspect is None or self._crew():
             return []
         _, failure, accused = self._suspect
         return self._fail(failure.kind, failure.text, accused, now)
@@ -506,9 +554,9 @@ class Membership:
         if self._failure is not None:
             return []
         failure = self._set_failure(kind, text, culprit, now)
-        return self._to(
-            self._live(), failure, but=culprit if culprit and culprit.confessed else None
-        )
+        # Who failed by itself knows; who reported a lost connection waits to hear what was behind it.
+        knows = culprit if culprit and culprit.confessed and kind != "connection" else None
+        return self._to(self._live(), failure, but=knows)
 
     def _set_failure(self, kind: str, text: str, culprit: _Member | None, now: float) -> JobFailed:
         role, index = (
@@ -522,7 +570,7 @@ class Membership:
 
     def _overdue(self, now: float) -> Outgoing:
         for member in self._live():
-            silent = now - member.heard
+            silent = now - member.heard - (_LAUNCHER_SECONDS if member.launches else 0.0)
             if silent > self._heartbeat_timeout and not (
                 member.left and member.hello.role == "worker"
             ):
@@ -598,6 +646,10 @@ class Membership:
 
     def _live(self) -> list[_Member]:
         return [m for m in self._members.values() if not m.gone]
+
+    def _crew(self) -> list[_Member]:
+        """Servers and workers that live."""
+        return [m for m in self._live() if not m.launches]
 
     def _missing(self) -> list[str]:
         if self._rosters:

@@ -1,4 +1,4 @@
-"""Start a job on this machine, carry its output, and leave nothing behind.
+"""Start a job, or this machine's share of it, carry its output, and leave nothing behind.
 
 One thread, one loop: pipes of the children, their deaths (pidfd), signals, and a schedule of what is due when. A warden
 process, forked first, kills everything if the launcher itself is killed.
@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from jaxrdma.cluster import ClusterSpec
+from jaxrdma.cluster import ROLES, ClusterSpec
+from jaxrdma.hosts import Share, check_place
 from jaxrdma.signals import do_nothing
 
 FAILURE_SECONDS = 5.0  # for the others to raise their own error, after the first failure
@@ -43,25 +44,43 @@ class LaunchPlan:
     - `servers`, `workers`: how many of each.
     - `command`: what a worker's interpreter is given: `script.py args...` or `-m module args...`.
     - `settings`: fields of `ClusterSpec` that differ from their defaults.
+    - `coordinator`, `share`: of a job on several machines, where its coordinator listens, and what of it runs here.
+    - `listen`: "host:port" for the servers' data, of such a job. Default: this machine's address on its way to the
+      coordinator.
     """
 
     servers: int
     workers: int
     command: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    coordinator: str | None = None
+    share: Share | None = None
+    listen: str | None = None
 
 
 def launch(plan: LaunchPlan) -> int:
-    """Run a job on this machine, to its end.
+    """Run a job, or this machine's share of it, to the end of the job.
 
-    **Returns:** the exit code: 0; that of the process that failed first; or 128+n if signal n came.
+    **Returns:** the exit code: 0; that of the process that failed first, or 1 if that was on another machine; or 128+n
+    if signal n came.
 
     **Raises:** `ConfigError` if `plan` cannot be.
     """
     # Whatever cannot be is found before anything runs.
-    ClusterSpec("127.0.0.1:1", "worker", 0, plan.workers, plan.servers, **plan.settings)
+    spec = _job_spec(plan)
+    if plan.share is not None:
+        check_place(plan.share, spec.coordinator, spec.secret)
     with _Warden() as warden:
         return _Launcher(plan, warden).run()
+
+
+def _job_spec(plan: LaunchPlan) -> ClusterSpec:
+    """What all processes of the job have in common, and the name and secret that make it one job."""
+    settings = dict(plan.settings)
+    if plan.share is None:
+        settings |= {"secret": secrets.token_hex(16), "job": f"job-{secrets.token_hex(4)}"}
+    coordinator = plan.coordinator or "127.0.0.1:1"
+    return ClusterSpec(coordinator, "worker", 0, plan.workers, plan.servers, **settings)
 
 
 def coordinator_environment(env: Mapping[str, str], spec: ClusterSpec) -> dict[str, str]:
@@ -256,10 +275,10 @@ class _Launcher:
         self._killed = False
         self._report = b""
         self._abandoned = False
-        settings = dict[str, Any](
-            secret=secrets.token_hex(16), job=f"job-{secrets.token_hex(4)}", **plan.settings
-        )
-        self._spec = ClusterSpec("127.0.0.1:1", "worker", 0, plan.workers, plan.servers, **settings)
+        self._spec = _job_spec(plan)
+        self._share = plan.share or Share(True, (*range(plan.servers),), (*range(plan.workers),))
+        self._ends: int | None = None  # where the delegate hears who ended
+        self._attended = False  # the delegate has reached the coordinator
         longest = max(plan.servers, plan.workers) - 1
         self._width = max(len("coordinator"), len(f"worker {longest}"))
 
@@ -270,7 +289,12 @@ class _Launcher:
         old_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         self._selector.register(self._wake, selectors.EVENT_READ, self._signals)
         try:
-            self._start_coordinator()
+            if self._plan.share is not None:
+                self._start_delegate()
+            if self._share.coordinator:
+                self._start_coordinator()
+            else:
+                self._start_others(self._spec.coordinator)
             while self._running and not self._abandoned:
                 self._turn()
         finally:
@@ -286,10 +310,16 @@ class _Launcher:
 
     # --- starting ---
 
+    @property
+    def _patience(self) -> float:
+        """For the coordinator to open its port. Other machines wait for it as long as they wait for anything."""
+        return _START_SECONDS if self._plan.share is None else self._spec.connect_timeout
+
     def _start_coordinator(self) -> None:
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
-        arguments = ["--listen", "127.0.0.1:0", "--report-fd", str(writing)]
+        listen = self._plan.coordinator or "127.0.0.1:0"
+        arguments = ["--listen", listen, "--report-fd", str(writing)]
         command = [sys.executable, "-P", "-m", "jaxrdma", "coordinator", *arguments]
         try:
             self._start(
@@ -301,18 +331,35 @@ class _Launcher:
         finally:
             os.close(writing)
         self._selector.register(reading, selectors.EVENT_READ, lambda: self._reported(reading))
-        self._after(_START_SECONDS, self._coordinator_is_late)
+        self._after(self._patience, self._coordinator_is_late)
+
+    def _start_delegate(self) -> None:
+        """What failed on other machines is heard, and what fails here is told, by a process that may wait."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(reading, False)
+        ends, self._ends = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._ends, False)
+        command = [sys.executable, "-P", "-m", "jaxrdma.delegate", str(writing), str(ends)]
+        try:
+            self._start(
+                "launcher", command, worker_environment(os.environ, self._spec), (writing, ends)
+            )
+        finally:
+            os.close(writing)
+            os.close(ends)
+        self._selector.register(reading, selectors.EVENT_READ, lambda: self._reported(reading))
 
     def _start_others(self, coordinator: str) -> None:
         def spec(role: str, index: int) -> ClusterSpec:
             return replace(self._spec, coordinator=coordinator, role=role, index=index)
 
-        for index in range(self._plan.servers):
-            command = [sys.executable, "-P", "-m", "jaxrdma", "server"]
+        listen = [] if self._plan.listen is None else ["--listen", self._plan.listen]
+        for index in self._share.servers:
+            command = [sys.executable, "-P", "-m", "jaxrdma", "server", *listen]
             self._start(
                 f"server {index}", command, server_environment(os.environ, spec("server", index))
             )
-        for index in range(self._plan.workers):
+        for index in self._share.workers:
             command = [sys.executable, *self._plan.command]
             self._start(
                 f"worker {index}", command, worker_environment(os.environ, spec("worker", index))
@@ -406,8 +453,10 @@ class _Launcher:
         *lines, self._report = (self._report + data).split(b"\n")
         for line in lines:
             fact = json.loads(line)
-            if "address" not in fact:
-                if not self._stopping:  # or the cause is the launcher
+            if "joined" in fact:
+                self._attended = True
+            elif "address" not in fact:
+                if not self._stopping and self._cause is None:  # or the cause is the launcher
                     self._cause = fact
                     if fact["kind"] == "interrupted":
                         # A person waits for the prompt, not for what the others may still have to say.
@@ -417,7 +466,7 @@ class _Launcher:
                 self._start_others(fact["address"])
 
     def _coordinator_is_late(self) -> None:
-        self._complaint = f"the coordinator did not open its port within {_START_SECONDS:.0f} s"
+        self._complaint = f"the coordinator did not open its port within {self._patience:.0f} s"
         self._stop()
 
     def _ended(self, child: _Child) -> None:
@@ -425,6 +474,7 @@ class _Launcher:
         os.close(child.pidfd)
         child.code = child.process.wait()
         self._running -= 1
+        self._tell_delegate(child)
         if (
             child.code != 0
             and self._first is None
@@ -434,12 +484,31 @@ class _Launcher:
             self._first = child
             self._after(FAILURE_SECONDS, self._stop)
         workers = [c for c in self._children if c.role == "worker"]
+        others = [c for c in self._children if c.role != "launcher"]
+        if self._plan.share is not None and not self._attended and all(c.code == 0 for c in others):
+            # A job so short that its coordinator was gone before the delegate came.
+            self._after(0.0 if self._share.coordinator else ENDING_SECONDS, self._delegate_is_late)
         if workers and all(c.code is not None for c in workers):
             if self._interrupt is not None:
                 self._stop()
+            elif self._plan.share is not None:
+                pass  # those of other machines may still need the servers; the coordinator knows when it is over
             elif self._first is None and not self._ending:
                 self._ending = True
                 self._after(ENDING_SECONDS, self._end_is_late)
+
+    def _delegate_is_late(self) -> None:
+        if not self._attended:
+            self._stop()
+
+    def _tell_delegate(self, child: _Child) -> None:
+        if self._ends is None or child.role not in ROLES:
+            return
+        index = int(child.name.partition(" ")[2])
+        fact = {"role": child.role, "index": index, "pid": child.process.pid}
+        fact |= {"how": child.end, "well": child.code == 0}
+        with contextlib.suppress(OSError):  # it has ended itself, and the coordinator knows
+            os.write(self._ends, json.dumps(fact).encode() + b"\n")
 
     def _end_is_late(self) -> None:
         late = [c for c in self._children if c.code is None]
@@ -502,6 +571,8 @@ class _Launcher:
         if text:
             self._screen.line("err", f"jaxrdma: {text}".encode())
         self._selector.close()
+        if self._ends is not None:
+            os.close(self._ends)
         os.close(self._wake)
         os.close(self._wakeup)
         return code
@@ -525,8 +596,12 @@ class _Launcher:
         first = self._first
         if self._cause is not None and first is not None:
             # Whoever caused the failure may have taken longer to end than those it brought down.
-            name = f"{self._cause['role']} {self._cause['index']}"
-            first = next((c for c in self._children if c.name == name and c.code), first)
+            role, index = self._cause["role"], self._cause["index"]
+            name = "coordinator" if role == "coordinator" else f"{role} {index}"
+            culprit = next((c for c in self._children if c.name == name and c.code), None)
+            if culprit is None and self._plan.share is not None:
+                return 1, f"the job failed: {why}"  # on another machine
+            first = culprit or first
         if first is not None:
             return first.exit_code, f"{first.name} failed first: {first.end}" + (
                 f"; {why}" if why else ""

@@ -47,6 +47,8 @@ class TransportArguments(TypedDict):
 def transport_options(spec: ClusterSpec) -> TransportArguments:
     """What both engines are told of how tensors travel."""
     verbs = _native.VerbsOptions()
+    # Where the control plane goes by the same cable, the link is named before anybody is called silent.
+    verbs.link_timeout_ms = min(verbs.link_timeout_ms, int(spec.heartbeat_timeout * 500))
     for name, value in vars(spec.verbs).items():
         if name == "link_timeout" and value is not None:
             verbs.link_timeout_ms = int(value * 1000)

@@ -1,27 +1,42 @@
-"""`jaxrdma launch`: start a job on this machine."""
+"""`jaxrdma launch`: start a job on this machine, or this machine's share of one."""
 
 import argparse
 import os
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from jaxrdma.cli import EXIT_CODES
-from jaxrdma.cluster import TRANSPORTS, jaxrdma_settings
+from jaxrdma.cli import EXIT_CODES, read_secret
+from jaxrdma.cluster import TRANSPORTS, VerbsSettings, jaxrdma_settings
 from jaxrdma.errors import ConfigError
+from jaxrdma.hosts import listen_address, parse_share
 from jaxrdma.launch import LaunchPlan, launch
 
-DESCRIPTION = "Start a coordinator, servers, and workers that run a script, on this machine, and wait for their end."
+DESCRIPTION = (
+    "Start a coordinator, servers, and workers that run a script, and wait for the end of the job. All of them run on "
+    "this machine, or, with --coordinator and --here, on several, on each of which the same command is run."
+)
 EPILOG = f"""examples:
   jaxrdma launch --servers 1 --workers 2 train.py --epochs 3
   jaxrdma launch --servers 2 --workers 2 --transport tcp --ordered -m my_package.train
 
+on two machines, of which the first is 10.0.0.1, in any order, with the same JAXRDMA_SECRET in both environments:
+  jaxrdma launch --coordinator 10.0.0.1:7000 --servers 1 --workers 2 --here coordinator,server:0,worker:0 train.py
+  jaxrdma launch --coordinator 10.0.0.1:7000 --servers 1 --workers 2 --here worker:1 train.py
+
 Output lines carry the name of the process they come from. Standard input is empty for all. Ctrl-C reaches the workers
 first; nothing is left 3 seconds later. If one process fails, the others have 5 seconds to tell their own side of it.
 Of the environment, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_PARTITION_BYTES, JAXRDMA_ORDERED,
-JAXRDMA_TRANSPORT and JAXRDMA_SPIN_US reach every process. Servers never see a GPU.
+JAXRDMA_TRANSPORT, JAXRDMA_SPIN_US and the settings of verbs (JAXRDMA_DEVICE, JAXRDMA_LINK_TIMEOUT, ...) reach every
+process. Servers never see a GPU.
+
+On several machines: the totals are the same everywhere, and every process stands in exactly one --here. All have
+JAXRDMA_CONNECT_TIMEOUT to come. The secret comes from JAXRDMA_SECRET or a file, never from the command line, which
+others can read; without one, the coordinator must be at a loopback address. JAXRDMA_JOB gives the job another name.
+If a process fails, all on all machines end, and every launcher says whose fault it was.
 
 {EXIT_CODES}
-A process that fails first gives the launcher its own exit code."""
+A process that fails first gives the launcher of its machine its own exit code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +52,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--partition-bytes", type=int, metavar="N", help="upper bound of a partition"
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where the coordinator of a job on several machines listens",
+    )
+    parser.add_argument(
+        "--here",
+        metavar="LIST",
+        help="what of such a job runs on this machine: coordinator,server:0,worker:0-3",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST",
+        help="where its servers listen for data; default: this machine's address on its way to the coordinator",
+    )
+    parser.add_argument(
+        "--secret-file", metavar="FILE", help="a file with the secret of such a job"
     )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="run a module"
@@ -61,9 +94,42 @@ def run(args: argparse.Namespace) -> int:
         "ordered": args.ordered,
         "partition_bytes": args.partition_bytes,
     }
-    passed_on = (*given, "connect_timeout", "heartbeat_timeout", "spin_us")
-    settings = {
-        name: value for name, value in jaxrdma_settings(os.environ).items() if name in passed_on
-    }
+    several = args.coordinator is not None or args.here is not None
+    passed_on = [*given, "connect_timeout", "heartbeat_timeout", "spin_us"]
+    if several:
+        given["secret"] = read_secret(args.secret_file)
+        passed_on += ["secret", "job"]
+    environment = jaxrdma_settings(os.environ)
+    settings = {name: value for name, value in environment.items() if name in passed_on}
     settings |= {name: value for name, value in given.items() if value is not None}
-    return launch(LaunchPlan(args.servers, args.workers, tuple(command), settings))
+    verbs = {f.name: environment[f.name] for f in fields(VerbsSettings) if f.name in environment}
+    settings["verbs"] = VerbsSettings(**verbs)
+    plan = LaunchPlan(args.servers, args.workers, tuple(command), settings)
+    return launch(replace(plan, **_several(args)) if several else _alone(args, plan))
+
+
+def _several(args: argparse.Namespace) -> dict[str, Any]:
+    """What a plan says of a job on several machines."""
+    if args.coordinator is None:
+        raise ConfigError("--here needs --coordinator HOST:PORT, the same on every machine")
+    if args.here is None:
+        raise ConfigError("--coordinator needs --here: what of the job runs on this machine?")
+    for name in ("servers", "workers"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)}: expected at least 1")
+    return {
+        "coordinator": args.coordinator,
+        "share": parse_share(args.here, args.servers, args.workers),
+        "listen": None if args.listen is None else listen_address(args.listen),
+    }
+
+
+def _alone(args: argparse.Namespace, plan: LaunchPlan) -> LaunchPlan:
+    """`plan`, if nothing was said that only concerns several machines."""
+    for name in ("listen", "secret_file"):
+        if getattr(args, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} is for a job on several machines: give --coordinator and --here"
+            )
+    return plan

@@ -4,12 +4,15 @@ import argparse
 
 from jaxrdma.cli import EXIT_CODES, read_secret
 from jaxrdma.cluster import ClusterSpec, check_listen
+from jaxrdma.control import say_on_stderr
+from jaxrdma.hosts import route_address
 
 DESCRIPTION = "Run one server of a job. It ends when the job does."
 EPILOG = f"""examples:
   jaxrdma server --coordinator 127.0.0.1:7000 --index 0 --num-workers 2 --num-servers 1
+  JAXRDMA_SECRET=... jaxrdma server --coordinator 10.0.0.1:7000 --index 3 --num-workers 8 --num-servers 4
   JAXRDMA_SECRET=... jaxrdma server --coordinator 10.0.0.1:7000 --index 3 --num-workers 8 --num-servers 4 \\
-      --listen 10.0.0.4:0
+      --listen 10.1.0.4:0                        # data by another network than the coordinator's
 
 What is not given is read from JAXRDMA_COORDINATOR, JAXRDMA_INDEX and so on, or from TF_CONFIG. The secret comes from
 JAXRDMA_SECRET or a file, never from the command line, which others can read. Beyond loopback it must be there.
@@ -25,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-servers", type=int, metavar="S", help="how many servers the job has")
     parser.add_argument(
         "--listen",
-        default="127.0.0.1:0",
         metavar="HOST:PORT",
-        help="for the workers' data; default: %(default)s",
+        help="for the workers' data; default: this machine's address on its way to the coordinator, any free port",
     )
     parser.add_argument("--job", help="the job's name")
     parser.add_argument("--secret-file", metavar="FILE", help="a file with the job's secret")
@@ -44,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         job=args.job,
         secret=read_secret(args.secret_file),
     )
-    check_listen(args.listen, spec.secret)
+    listen = args.listen or route_address(spec.coordinator, spec.connect_timeout, say_on_stderr)
+    check_listen(listen, spec.secret)
     from jaxrdma.server import run_server  # after the checks: it imports JAX
 
-    return run_server(spec, args.listen)
+    return run_server(spec, listen)

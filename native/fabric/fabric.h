@@ -144,6 +144,9 @@ struct Options {
   /// A connection that has not finished its hello after this is dropped.
   int hello_timeout_ms = 5000;
   int close_timeout_ms = 2000;
+  /// A connection ends when the peer's machine has not answered for so long; its processes may be
+  /// as slow as they like. 0: after some 25 s, and only looked for while nothing is on the way.
+  int silence_timeout_ms = 0;
   /// Connections that may be open without having finished their hello; more are refused.
   uint32_t max_pending_hellos = 64;
 };

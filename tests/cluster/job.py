@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,13 @@ TRANSPORT = os.environ.get("TEST_TRANSPORT", "tcp")
 DEVICES = os.environ.get("TEST_RDMA_DEVICES", "rxe0,rxe1").split(",")
 # Every time limit is so many times as long; for an emulated machine.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+
+
+def free_address() -> str:
+    """An address that nobody listens at, for a coordinator that comes later."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 class Job:

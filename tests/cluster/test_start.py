@@ -2,23 +2,15 @@
 
 import itertools
 import random
-import socket
 import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.job import Job
+from tests.cluster.job import Job, free_address
 
 MEMBERS = ("server 0", "server 1", "worker 0", "worker 1")
 ORDERS = tuple(itertools.permutations(MEMBERS))
-
-
-def free_address() -> str:
-    """An address that nobody listens at, for a coordinator that comes later."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 def start_member(job: Job, name: str) -> None:

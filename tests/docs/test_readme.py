@@ -15,7 +15,7 @@ import pytest
 from jaxrdma.cli.coordinator import add_arguments
 from jaxrdma.cluster import _PARSERS, ClusterSpec, VerbsSettings
 from jaxrdma.devices import kernel_devices
-from tests.cluster.job import Job
+from tests.cluster.job import Job, free_address
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -60,7 +60,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_the_ten_lines_train(script: Path, no_leftovers: None) -> None:
-    (launch,) = [command for command in commands() if command.startswith("jaxrdma launch")]
+    (launch, *_) = [command for command in commands() if command.startswith("jaxrdma launch")]
     result = subprocess.run(
         [sys.executable, "-m", *shlex.split(launch)],
         cwd=script.parent,
@@ -72,6 +72,19 @@ def test_the_ten_lines_train(script: Path, no_leftovers: None) -> None:
     trained = re.findall(r"trained to (\S+) 20", result.stdout)
     assert len(trained) == 2, result.stdout
     assert all(float(loss) < 1.0 for loss in trained)
+
+
+def test_the_commands_for_two_machines_make_a_job(
+    script: Path, make_job: Callable[..., Job]
+) -> None:
+    (_, *launches) = [command for command in commands() if command.startswith("jaxrdma launch")]
+    assert len(launches) == 2
+    job, address = make_job(1, 2), free_address()
+    for launch in launches:
+        words = shlex.split(launch.replace("10.0.0.1:7000", address))
+        words[words.index("train.py")] = str(script)
+        job.spawn(words[words.index("--here") + 1], ["-m", *words], dict(os.environ))
+    job.succeed()
 
 
 def test_the_other_ways_to_step_run(tmp_path: Path, make_job: Callable[..., Job]) -> None:

@@ -440,8 +440,9 @@ ENDS = {
 class Wire:
     """Two guests, `a` (10.77.0.1) and `b` (10.77.0.2), each with `rxe0` on its `eth0`, and a cable between them."""
 
-    def __init__(self, *, mtu: int = 9000, time_limit: float = 600.0) -> None:
+    def __init__(self, *, mtu: int = 9000, memory: str = "3G", time_limit: float = 600.0) -> None:
         self._mtu = mtu
+        self._memory = memory
         self._time_limit = time_limit
         self._guests: dict[str, Guest] = {}
 
@@ -455,6 +456,7 @@ class Wire:
                     cable=cables[name],
                     hardware_address=end.hardware_address,
                     processors=1,  # two guests on two cores are fastest so
+                    memory=self._memory,
                     time_limit=self._time_limit,
                 )
             for cable in cables.values():

@@ -13,6 +13,7 @@ from jaxrdma.control import (
     Admitting,
     Alive,
     Bye,
+    Ended,
     Failed,
     FlowAgreed,
     FlowProposal,
@@ -65,7 +66,7 @@ def proposal(flow: int = 0, **changes) -> FlowProposal:
 
 
 class Job:
-    """A membership, and what every member was sent. Members are called w0, w1, s0, s1."""
+    """A membership, and what every member was sent. Members are called w0, w1, s0, s1, launchers l0, l1."""
 
     def __init__(self, workers: int = 2, servers: int = 2, **options) -> None:
         self.now = 1000.0
@@ -84,7 +85,7 @@ class Job:
     def join(self, name: str, as_name: str | None = None, **changes) -> None:
         self.ids[as_name or name] = len(self.ids)
         self.got[as_name or name] = []
-        role = "worker" if name[0] == "w" else "server"
+        role = {"w": "worker", "s": "server", "l": "launcher"}[name[0]]
         changes.setdefault(
             "settings",
             {
@@ -367,6 +368,99 @@ def test_all_leaving_is_a_good_end(job):
     assert job.membership.failure is None
 
 
+def test_launchers_hear_of_a_good_end_when_the_last_server_has_gone(job):
+    job.join("l0")  # even one that comes when all has begun
+    assert job.kinds("l0") == [Welcome]
+    assert job.kinds("w0").count(Roster) == 1
+    job.say("w0", Left(1), Bye())
+    job.say("w1", Left(1), Bye())
+    job.say("l0", *(Ended("worker", i, 100 + i, "ended with exit code 0", True) for i in range(2)))
+    job.say("s0", Bye())
+    assert Shutdown not in job.kinds("l0")
+    job.say("s1", Bye())
+    assert job.kinds("l0")[-1] is Shutdown
+    job.say("l0", Left(-1), Bye())
+    assert job.membership.failure is None
+
+
+def ended(index: int, how: str = "ended with exit code 5", role: str = "worker", **changes):
+    values = {"role": role, "index": index, "pid": 100 + index, "how": how, "well": False}
+    return Ended(**{**values, **changes})
+
+
+def test_a_launcher_tells_of_a_process_that_never_joined():
+    job = Job()
+    for name in ("l0", "w0"):
+        job.join(name)
+    job.say("l0", ended(1))
+    text = "worker 1 (host-a, pid 101) ended with exit code 5 and had never joined"
+    assert job.failure == JobFailed("died", text, "worker", 1)
+    assert job.last("w0", JobFailed) == job.last("l0", JobFailed) == job.failure
+
+
+def test_a_good_end_without_having_joined_is_a_failure_too():
+    job = Job()
+    job.join("l0")
+    job.say("l0", ended(1, "ended with exit code 0", well=True))
+    assert "worker 1 (host-a, pid 101) ended with exit code 0 and had never joined" in (
+        job.failure.text
+    )
+    assert "does its script call jaxrdma.connect()?" in job.failure.text
+
+
+def test_a_launcher_is_not_needed_to_tell_of_who_has_a_stream(job):
+    job.join("l0")
+    job.say("l0", ended(1), ended(0, role="server", pid=100))
+    assert job.membership.failure is None  # the end of its stream tells at which step it was
+    job.lose("w1")
+    assert "worker 1 (host-a, pid 101) died: its connection ended" in job.failure.text
+
+
+def test_a_worker_that_fails_after_it_has_left_fails_the_job(job):
+    job.join("l0")
+    job.say("w1", Left(3), Bye())
+    job.say("l0", ended(1))
+    assert job.failure.text == (
+        "worker 1 (host-a, pid 101) ended with exit code 5, after it had left the job"
+    )
+
+
+def test_the_second_claimant_of_an_index_ends_the_job_if_a_launcher_started_it(job):
+    job.join("l0", host="host-b")
+    job.join("w1", "other", host="host-b", pid=7)
+    job.say("l0", ended(1, pid=7))
+    assert "worker 1 (host-b, pid 7) ended with exit code 5 and had never joined" in (
+        job.failure.text
+    )
+    assert "two processes claim to be worker 1" in job.failure.text
+
+
+def test_a_launcher_with_other_settings_is_refused(job):
+    job.join("l0", settings={"num_workers": 2, "num_servers": 2, "ordered": True})
+    assert job.last("l0", Refused).kind == "settings"
+    assert job.membership.failure is None
+
+
+def test_a_launcher_that_vanishes_fails_the_job(job):
+    job.join("l0", host="host-b", pid=9)
+    job.lose("l0")
+    assert "launcher (host-b, pid 9) died" in job.failure.text
+    assert job.last("w0", JobFailed) == job.failure
+
+
+def test_of_a_silent_machine_a_worker_is_named_rather_than_its_launcher():
+    job = Job()
+    for name in ("l0", "s0", "s1", "w0", "w1"):
+        job.join(name)
+    job.wait(15, "s0 s1 w0")
+    assert (job.failure.kind, job.failure.role, job.failure.index) == ("silent", "worker", 1)
+
+
+def test_only_launchers_speak_for_others(job):
+    job.say("w0", ended(1))
+    assert (job.failure.kind, job.failure.index) == ("protocol", 0)
+
+
 def test_a_server_that_never_ends_is_named(job):
     job.say("w0", Left(1), Bye())
     job.say("w1", Left(1), Bye())
@@ -418,6 +512,9 @@ def test_a_lost_connection_that_nothing_explains_is_the_cause(job):
     job.wait(ROOT_CAUSE_SECONDS + 0.25, ALL)
     assert (job.failure.kind, job.failure.role, job.failure.index) == ("connection", "server", 0)
     assert "worker 1 is unreachable" in job.failure.text
+    assert (
+        job.last("s0", JobFailed) == job.failure
+    )  # it has waited for a better cause, and may end now
 
 
 def test_silence_is_found_and_the_silent_one_is_told_too(job):
@@ -478,11 +575,13 @@ MESSAGES = st.sampled_from(
         Failed("connection", "gone"),
         Left(3),
         Bye(),
+        Ended("worker", 0, 100, "ended with exit code 1", False),
+        Ended("server", 1, 101, "ended with exit code 0", True),
         hello("worker", 0),
         hello("server", 1),
     ]
 )
-NAMES = st.sampled_from(ALL.split())
+NAMES = st.sampled_from([*ALL.split(), "l0"])
 EVENTS = st.one_of(
     st.tuples(st.just("join"), NAMES),
     st.tuples(st.just("lose"), NAMES),

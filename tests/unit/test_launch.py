@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from jaxrdma.cli import main
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.launch import Lines, Screen, kill_sessions, server_environment, worker_environment
+from tests.cluster.job import free_address
 
 SPEC = ClusterSpec("127.0.0.1:7", "worker", 0, 1, 1, secret="s")
 
@@ -112,12 +115,12 @@ def scripts(tmp_path: Path) -> Path:
 class Launched:
     """A launcher in a process of its own."""
 
-    def __init__(self, scripts: Path, *arguments: str, **options) -> None:
+    def __init__(self, scripts: Path, *arguments: str, secret: str = "", **options) -> None:
         path = [str(scripts), *filter(None, [os.environ.get("PYTHONPATH")])]
         path = [str(Path(p).resolve()) for p in path]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jaxrdma", "launch", *arguments],
-            env=dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path)},
+            env=dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path), "JAXRDMA_SECRET": secret},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -230,6 +233,114 @@ def test_a_script_that_never_joins_is_named(launch, scripts):
     assert "coordinator, server 0 did not end within 10 s of the last worker" in err
 
 
+# --- jobs on several machines: here, several launchers on one ---
+
+
+@pytest.fixture
+def launch_both(launch, scripts):
+    """Two launchers of one job of `two`: the first has worker 0 and all else, the second worker 1."""
+
+    def start(what: str) -> tuple[Launched, Launched]:
+        coordinator = ["--coordinator", free_address()]
+        shares = ("coordinator,server:0,worker:0", "worker:1")
+        first, second = (
+            launch(*coordinator, "--here", share, *two(scripts, what)) for share in shares
+        )
+        return first, second
+
+    return start
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+@cluster_test
+def test_two_launchers_start_one_job(launch_both):
+    first, second = (launched.end() for launched in launch_both("good"))
+    assert first[0] == second[0] == 0, first + second
+    assert "worker 0    | joined 0" in first[1] and "joined 1" not in first[1]
+    assert "worker 1    | joined 1" in second[1] and "joined 0" not in second[1]
+
+
+@cluster_test
+def test_a_launcher_whose_workers_have_left_waits_for_the_end_of_the_job(launch, scripts):
+    address = free_address()
+    arguments = ("--coordinator", address, *two(scripts, "good"))
+    second = launch("--here", "worker:0-1", *arguments)
+    first = launch("--here", "server:0,coordinator", *arguments)
+    assert (first.end()[0], second.end()[0]) == (0, 0)
+
+
+@cluster_test
+def test_a_killed_worker_is_named_by_both_launchers(launch_both):
+    first, second = (launched.end() for launched in launch_both("killed"))
+    assert second[0] == 128 + signal.SIGKILL
+    assert last_line(second[2]).startswith("jaxrdma: worker 1 failed first: killed by SIGKILL; ")
+    assert first[0] == 1
+    assert last_line(first[2]).startswith("jaxrdma: the job failed: worker 1 (")
+    assert "worker 0    | error: worker 1 (" in first[1]
+
+
+@cluster_test
+def test_a_worker_that_fails_before_it_joins_ends_both(launch_both):
+    begin = time.monotonic()
+    first, second = (launched.end() for launched in launch_both("early"))
+    assert (first[0], second[0]) == (1, 5), first[2] + second[2]
+    assert time.monotonic() - begin < 25
+    for _, _, err in (first, second):
+        assert "ended with exit code 5 and had never joined" in last_line(err)
+
+
+@cluster_test
+def test_the_others_end_with_a_launcher_that_is_killed(launch_both):
+    first, second = launch_both("stubborn")
+    first.until("joined")
+    second.until("joined")
+    second.process.kill()
+    code, _, err = first.end()
+    assert code == 1
+    assert re.search(r"the job failed: (worker 1|launcher) \(.*died", last_line(err)), err
+
+
+@cluster_test
+def test_ctrl_c_at_one_launcher_ends_both(launch_both):
+    first, second = launch_both("waits")
+    first.until("joined")
+    second.until("joined")
+    second.process.send_signal(signal.SIGINT)
+    assert second.end(5)[0] == 130
+    code, _, err = first.end()
+    assert code == 1
+    assert re.search("the job failed: worker 1 .*ended", last_line(err)), err
+
+
+@cluster_test
+def test_a_launcher_whose_secret_is_wrong_ends_and_the_job_goes_on_waiting(launch, scripts):
+    arguments = ("--coordinator", free_address(), *two(scripts, "good"))
+    first = launch("--here", "coordinator,server:0,worker:0", *arguments, secret="right")
+    code, _, err = launch("--here", "worker:1", *arguments, secret="wrong").end()
+    assert code == 1
+    assert "the job's secret was expected, a wrong one came" in last_line(err)
+    assert launch("--here", "worker:1", *arguments, secret="right").end()[0] == 0
+    assert first.end()[0] == 0
+
+
+@cluster_test
+def test_a_coordinator_that_is_killed_ends_the_other_launchers(launch_both):
+    first, second = launch_both("waits")
+    first.until("joined")
+    second.until("joined")
+    coordinator = next(
+        p for p in psutil.Process(first.process.pid).children() if "coordinator" in p.cmdline()
+    )
+    coordinator.kill()
+    code, _, err = second.end()
+    assert code == 1
+    assert re.search("the job failed: the coordinator at .* is lost", last_line(err)), err
+    assert first.end()[0] == 128 + signal.SIGKILL
+
+
 # --- signals ---
 
 
@@ -318,6 +429,8 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launch, scripts):
 
 # --- command line ---
 
+HERE = ("launch", "--coordinator", "127.0.0.1:7", "--here")
+
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
@@ -327,6 +440,12 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launch, scripts):
         (["launch", "--workers", "0", __file__], "num_workers is 0"),
         (["launch", "--servers", "0", __file__], "num_servers is 0"),
         (["launch", "--partition-bytes", "1", __file__], "partition_bytes is 1"),
+        (["launch", "--here", "worker:0", __file__], "--here needs --coordinator HOST:PORT"),
+        (["launch", "--coordinator", "127.0.0.1:7", __file__], "--coordinator needs --here"),
+        (["launch", "--listen", "127.0.0.1", __file__], "--listen is for a job on several"),
+        (["launch", "--secret-file", "x", __file__], "--secret-file is for a job on several"),
+        ([*HERE, "worker:7", __file__], "a job of 1 worker has worker:0; did you mean worker:0?"),
+        ([*HERE, "worker:0", "--listen", "::", __file__], "workers are told this address"),
         (["coordinator", "--servers", "1"], "--workers"),
         (["server", "--index", "0"], "coordinator, num_workers, num_servers not given"),
     ],
@@ -495,6 +614,15 @@ def test_json_is_what_the_coordinator_reports(no_leftovers):
         fact = json.loads(report.readline())
     assert (fact["kind"], fact["role"]) == ("interrupted", "coordinator")
     assert process.wait(5) == 143
+
+
+def test_settings_of_verbs_reach_every_process(launch, scripts, monkeypatch):
+    monkeypatch.setenv("JAXRDMA_LINK_TIMEOUT", "7.5")
+    (scripts / "show.py").write_text("import os; print(os.environ['JAXRDMA_LINK_TIMEOUT'])")
+    launched = launch("--workers", "1", str(scripts / "show.py"))
+    launched.until("worker 0    | 7.5")
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 143
 
 
 def test_the_test_process_has_no_threads_left():

@@ -85,7 +85,7 @@ TcpEndpoint::~TcpEndpoint() = default;
 
 void TcpEndpoint::start() {
   if (accepted_) {
-    tune(socket_.get());
+    tune(socket_.get(), fabric_.options().silence_timeout_ms);
     set_deadline(began_ns_ + fabric_.options().hello_timeout_ms * kMillisecond);
     watch_socket();
     return;
@@ -131,7 +131,7 @@ void TcpEndpoint::try_next_address() {
     attempt_failed("no socket: " + errno_text(errno));
     return;
   }
-  tune(socket_.get());
+  tune(socket_.get(), fabric_.options().silence_timeout_ms);
   state_ = State::kConnecting;
   if (::connect(socket_.get(), address.get(), address.bytes) == 0) {
     on_connected();

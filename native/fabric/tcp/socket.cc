@@ -7,6 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
@@ -80,14 +81,21 @@ Result<std::vector<SocketAddress>> resolve(const HostPort& where, bool numeric, 
   return addresses;
 }
 
-void tune(int fd) {
+void tune(int fd, int silence_timeout_ms) {
   const int on = 1;
   // Frames leave whole, in one call; waiting for more would only delay the last piece of each.
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   // A peer whose machine vanished without a word is noticed after idle + count * interval, 25 s.
   // The control plane's heartbeats are quicker; this only keeps dead connections from staying for
   // ever.
-  const int idle_s = 10, interval_s = 5, count = 3;
+  int idle_s = 10, interval_s = 5;
+  const int count = 3;
+  if (silence_timeout_ms > 0) {
+    // Then this one decides, also while something is on the way; asked often enough to be in time.
+    const auto limit_ms = static_cast<unsigned>(silence_timeout_ms);
+    setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof(limit_ms));
+    idle_s = interval_s = std::clamp(silence_timeout_ms / 8000, 1, 5);
+  }
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof(idle_s));
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof(interval_s));

@@ -60,8 +60,8 @@ Result<HostPort> split_address(const std::string& address);
 /// then an empty result means that the host is a name.
 Result<std::vector<SocketAddress>> resolve(const HostPort& where, bool numeric, bool passive);
 
-/// Options of every data connection.
-void tune(int fd);
+/// Options of every data connection. `silence_timeout_ms` as in fabric::Options.
+void tune(int fd, int silence_timeout_ms);
 
 int64_t monotonic_ns();
 

@@ -547,10 +547,14 @@ void VerbsEndpoint::on_port_active() {
 
 // ---- A broken link.
 
-std::string VerbsEndpoint::link_text() const {
+std::string VerbsEndpoint::link_name() const {
   return "the link between " + fabric_.device().name() + " port " +
          std::to_string(fabric_.port().number) + " here and " + peer_ + " (" +
-         device_text(remote_) + ") broke: " + broken_why_ + fabric_.port_text();
+         device_text(remote_) + ")";
+}
+
+std::string VerbsEndpoint::link_text() const {
+  return link_name() + " broke: " + broken_why_ + fabric_.port_text();
 }
 
 void VerbsEndpoint::break_link(const std::string& why) {
@@ -832,8 +836,13 @@ void VerbsEndpoint::on_signalling_closed(const Status& why) {
   state_ = State::kDead;
   set_deadline(kNever);
   Status reason = ours ? close_reason_ : why;
-  if (!ours && !broken_why_.empty())
+  if (!ours && !broken_why_.empty()) {
     reason = {why.code(), link_text() + "; then the signalling connection ended: " + why.message()};
+  } else if (!ours && connected_ && !why.ok()) {
+    // The passive side may have had nothing on the way, and so not have noticed that the link
+    // broke.
+    reason = {why.code(), why.message() + ", and with it " + link_name() + fabric_.port_text()};
+  }
   announce_end(std::move(reason));
 }
 

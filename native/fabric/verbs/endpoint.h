@@ -160,6 +160,7 @@ class VerbsEndpoint final : public Endpoint {
   void flushed_maybe();
   void finish(bool flush);
   void announce_end(Status why);
+  std::string link_name() const;
   std::string link_text() const;
 
   VerbsFabric& fabric_;

@@ -28,6 +28,9 @@ constexpr uint32_t kMaxDepth = 512;
 // Between two polls of the signalling connections while there is traffic: each is a system call.
 constexpr uint32_t kPollsPerSignalling = 16;
 constexpr size_t kBatch = 32;
+// The signalling connections cross the same network as the links. They bear its silence as long,
+// and a little longer: a side that has noticed its broken link gives the better reason.
+constexpr int kSilenceBeyondLinkMs = 1000;
 
 int64_t now_ns() { return tcp::monotonic_ns(); }
 
@@ -77,6 +80,7 @@ Result<std::unique_ptr<Fabric>> VerbsFabric::create(const Options& options,
   made->channel_ = std::move(channel.value());
   Options signalling = options;
   signalling.receive_depth = kMailboxSlots;
+  signalling.silence_timeout_ms = verbs.link_timeout_ms + kSilenceBeyondLinkMs;
   auto tcp = tcp::TcpFabric::create(signalling);
   if (!tcp.ok()) return tcp.status();
   made->signalling_ = std::move(tcp.value());

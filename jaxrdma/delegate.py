@@ -1,0 +1,117 @@
+"""A launcher's place in a job on several machines, as a process of its own: `python -m jaxrdma.delegate`.
+
+It attends the coordinator like any other process of the job. To the launcher it tells why the job failed, wherever that
+was, or that it ended well; to the coordinator, which processes of this machine ended before they could speak for
+themselves. The launcher itself has one thread, and nothing in it may wait for the network.
+"""
+
+import json
+import os
+import secrets
+import selectors
+import signal
+import sys
+from typing import Any
+
+from jaxrdma.cluster import ClusterSpec
+from jaxrdma.control import ControlClient, Ended, Failed, FlowRejected, JobFailed, Message, Shutdown
+from jaxrdma.errors import JaxRdmaError
+from jaxrdma.signals import do_nothing
+
+
+class _Delegate:
+    """Facts go to the launcher through `reports`, and come from it through `ends`, as lines of JSON."""
+
+    def __init__(self, spec: ClusterSpec, reports: int, ends: int) -> None:
+        self._reports = reports
+        self._ends = ends
+        self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._outcome: int | None = None
+        self._received = b""
+        self._client = ControlClient(
+            spec,
+            "launcher",
+            0,
+            secrets.randbits(63),
+            on_message=self._on_message,
+            say=lambda text: None,  # the processes beside it say the same
+        )
+
+    def run(self) -> int:
+        """The exit code: 0 if the job ended well, 1 if it failed, 128+n on signal n."""
+        with self._client:
+            try:
+                self._client.reach()
+            except JaxRdmaError as error:
+                self._report_cause("refused", str(error), "launcher", -1)
+                return 1
+            self._report({"joined": True})
+            # Not before: who has not joined may be ended by any signal.
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, do_nothing)
+            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake, selectors.EVENT_READ, self._woken)
+                selector.register(self._ends, selectors.EVENT_READ, self._told)
+                while self._outcome is None:
+                    for key, _ in selector.select():
+                        key.data()
+            if self._outcome == 0:
+                self._client.leave(-1)
+            return self._outcome
+
+    def _woken(self) -> None:
+        """A signal came, or, for a 0, the outcome."""
+        for number in os.read(self._wake, 64):
+            if number and self._outcome is None:
+                name = signal.Signals(number).name
+                self._client.send(Failed("interrupted", f"ended by {name}"))
+                self._outcome = 128 + number
+
+    def _told(self) -> None:
+        """The launcher says who ended."""
+        data = os.read(self._ends, 1 << 16)
+        if not data:
+            self._outcome = 1  # the launcher is gone; that the stream ends says so
+        *lines, self._received = (self._received + data).split(b"\n")
+        for line in lines:
+            self._client.send(Ended(**json.loads(line)))
+
+    def _on_message(self, message: Message) -> None:
+        """On the client's thread."""
+        if self._outcome is not None:
+            return  # such as the end of a coordinator that has just said that the job is over
+        match message:
+            case JobFailed():
+                self._report_cause(message.kind, message.text, message.role, message.index)
+                outcome = 1
+            case FlowRejected():
+                self._report_cause("mismatch", message.text, "coordinator", -1)
+                outcome = 1
+            case Shutdown():
+                outcome = 0
+            case _:
+                return
+        self._outcome = outcome
+        os.write(self._wakeup, b"\0")
+
+    def _report_cause(self, kind: str, text: str, role: str, index: int) -> None:
+        self._report({"kind": kind, "text": text, "role": role, "index": index})
+
+    def _report(self, fact: dict[str, Any]) -> None:
+        try:
+            os.write(self._reports, json.dumps(fact).encode() + b"\n")
+        except OSError:
+            pass  # the launcher is gone
+
+
+def main() -> int:
+    """Serve the launcher that started this process. Arguments: the two file descriptors."""
+    reports, ends = map(int, sys.argv[1:])
+    for descriptor in (reports, ends):
+        os.set_inheritable(descriptor, False)
+    return _Delegate(ClusterSpec.from_environment(), reports, ends).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Engines on two machines: a cable that comes back is survived, one that does not is named on both sides."""
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.guest.guest import ENDS, Command, Wire
+
+ROOT = Path(__file__).parents[2]
+ENGINES = ROOT / "tests" / "verbs" / "engines.py"
+# A dead link is noticed within 0.5 s.
+QUICK = ("--verbs", "timeout=14", "retry_count=6")
+LINK_TIMEOUT_S = 5.0
+LIMIT_S = 3 * LINK_TIMEOUT_S
+# To begin: Python and NumPy are read through the host, on an emulated processor, maybe of a busy machine.
+START_S = 150.0
+
+
+@pytest.fixture(scope="module")
+def wire() -> Iterator[Wire]:
+    with Wire(time_limit=900) as wire:
+        yield wire
+
+
+def start(wire: Wire, *options: str) -> tuple[Command, Command, Command]:
+    """A server and worker 0 in `a`, worker 1 in `b`; all are at step 5 or later."""
+    python = [sys.executable, str(ENGINES)]
+    server = wire.a.start(
+        [*python, "server", "0", "--listen", f"{ENDS['a'].address}:0", *options], folder=ROOT
+    )
+    address = server.wait_for("^listening (.*)$", START_S)[1]
+    workers = [
+        guest.start([*python, "worker", str(index), address, *options], folder=ROOT)
+        for index, guest in enumerate((wire.a, wire.b))
+    ]
+    for worker in workers:
+        worker.wait_for("^step 5$", START_S)
+    return server, workers[0], workers[1]
+
+
+def stop(*commands: Command) -> None:
+    for command in commands:
+        if command.exit_status is None:
+            command.kill()
+            command.wait()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("end", ["a", "b"])
+def test_a_cable_pulled_for_3_seconds_is_survived(wire: Wire, end: str) -> None:
+    server, *workers = start(wire, "--steps", "100", "--pause", "0.1", *QUICK)
+    wire.pull(end)
+    try:
+        time.sleep(3)
+    finally:
+        wire.plug(end)
+    try:
+        for worker in workers:
+            assert worker.wait(120) == 0, worker.output + server.output
+            assert worker.output.splitlines()[-1] == "done"  # every mean was right
+    finally:
+        stop(server, *workers)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("end", ["a", "b"])
+def test_a_cable_pulled_for_good_is_named_on_both_sides(wire: Wire, end: str) -> None:
+    limit = f"link_timeout_ms={LINK_TIMEOUT_S * 1000:.0f}"
+    server, near, far = start(wire, "--steps", "100000", "--pause", "0.1", *QUICK, limit)
+    wire.pull(end)
+    begin = time.monotonic()
+    try:
+        said = {
+            "b": far.wait_for("^failed UNAVAILABLE: lost the data .* server 0 .*$", LIMIT_S)[0],
+            "a": server.wait_for("^WORKER_LOST worker 1: .*$", LIMIT_S)[0],
+        }
+        seconds = time.monotonic() - begin
+        print(f"{seconds:.1f} s", said)
+        for here, peer in (("b", "a"), ("a", "b")):
+            address = re.escape(ENDS[peer].address)
+            link = rf"the link between rxe0 port 1 here and {address}:\d+ \(rxe0 port 1 .*{address}"
+            assert re.search(link, said[here]), said
+        # Not before its time, and not much later on an emulated processor either.
+        assert LINK_TIMEOUT_S - 1 < seconds < LIMIT_S, said
+    finally:
+        wire.plug(end)
+        stop(server, near, far)
