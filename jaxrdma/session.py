@@ -112,15 +112,8 @@ class Session:
         self._closed = False
         self._close_lock = threading.Lock()
         self._verdict = threading.Event()
-        incarnation = secrets.randbits(63)
-        engine = _native.WorkerEngine.create(
-            spec.index,
-            spec.job,
-            incarnation,
-            spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
-            **transport_options(spec),
-        )
-        self._engine: _native.WorkerEngine = raise_for(engine)
+        self._incarnation = secrets.randbits(63)
+        self._made: _native.WorkerEngine | None = None
         # Before anything waits: from here on Ctrl-C must end every wait.
         tell_interrupts_plainly()
         self._signals = SignalWatch(self._on_signal).start()
@@ -128,7 +121,7 @@ class Session:
             spec,
             "worker",
             spec.index,
-            incarnation,
+            self._incarnation,
             on_message=self._on_message,
             progress=self._progress,
         )
@@ -265,9 +258,17 @@ class Session:
 
     # --- beginning ---
 
+    @property
+    def _engine(self) -> "_native.WorkerEngine":
+        assert self._made is not None, "there is an engine once the servers are known"
+        return self._made
+
     def _join(self) -> None:
         roster = self._client.join()
         servers = sorted(roster.servers, key=lambda entry: entry.index)
+        self._made = self._make_engine()
+        if self._client.failure is not None:
+            raise self._client.failure  # came while there was no engine to be told
         status = self._engine.connect(
             [entry.address for entry in servers],
             [entry.tokens[self.index] for entry in servers],
@@ -277,6 +278,17 @@ class Session:
             raise self._first_cause(status)
         _register_target()
         _native.register_session(self.id, self._engine)
+
+    def _make_engine(self) -> "_native.WorkerEngine":
+        spec = self._spec
+        engine = _native.WorkerEngine.create(
+            spec.index,
+            spec.job,
+            self._incarnation,
+            spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
+            **transport_options(spec),
+        )
+        return raise_for(engine)
 
     def _agree(
         self,
@@ -328,17 +340,25 @@ class Session:
     # --- while it lives ---
 
     def _progress(self) -> tuple[int, str]:
+        if self._made is None:
+            return -1, "joining"
         stats = self._engine.stats()
         return stats.last_step, "in a step" if self._engine.in_flight() else "computing"
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, control.JobFailed | control.FlowRejected):
             self._verdict.set()
-            self._engine.fail(_native.Status(_native.Code.PEER_FAILED, message.text))
+            if self._made is not None:
+                self._made.fail(_native.Status(_native.Code.PEER_FAILED, message.text))
 
     def _on_signal(self, number: int) -> None:
-        if number in (signal.SIGINT, signal.SIGTERM) and self._engine.in_flight() > 0:
-            self._engine.interrupt()
+        engine = self._made
+        if (
+            number in (signal.SIGINT, signal.SIGTERM)
+            and engine is not None
+            and engine.in_flight() > 0
+        ):
+            engine.interrupt()
 
     def _watch_connections(self) -> None:
         if not self._engine.wait_failure(-1) or self._verdict.is_set() or self._closed:
@@ -372,7 +392,8 @@ class Session:
         step.close_session(self.id)
         if self._client.failure is None:
             self._client.send(_failed_message(error))
-        self._engine.close()
+        if self._made is not None:
+            self._made.close()
         self._client.close()
         self._signals.stop()
 
