@@ -7,7 +7,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from jaxrdma import control
+from jaxrdma import control, transport
 from jaxrdma.cluster import ClusterSpec, parse_address
 from jaxrdma.control import (
     ControlClient,
@@ -75,6 +75,8 @@ class _Server:
         from jaxrdma import _native
 
         check_bind(listen)
+        if spec.transport == "verbs":
+            transport.check_verbs(spec)
         self._native = _native
         self._spec = spec
         self._listen = listen
@@ -147,6 +149,11 @@ class _Server:
         from jaxrdma.native import raise_for, transport_options
 
         spec, native = self._spec, self._native
+        source = None
+        if spec.transport == "verbs":
+            ranking = transport.choose(spec, transport.place(spec, self._listen))
+            control.say_on_stderr(f"server {spec.index}: {transport.describe(ranking)}")
+            source = ranking.choice
         return raise_for(
             native.ServerEngine.create(
                 server=spec.index,
@@ -158,7 +165,7 @@ class _Server:
                 slots_per_worker=_SLOTS_PER_WORKER,
                 ordered=spec.ordered,
                 spin_us=spec.spin_us if spec.spin_us is not None else native.DEFAULT_SPIN_US,
-                **transport_options(spec),
+                **transport_options(spec, "tcp" if source is None else "verbs", source),
             )
         )
 

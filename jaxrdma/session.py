@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from numpy.typing import NDArray
 
-from jaxrdma import _native, control, step, trace
+from jaxrdma import _native, control, step, trace, transport
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message
 from jaxrdma.errors import CancelledError, ConfigError
@@ -114,6 +114,8 @@ class Session:
         self._verdict = threading.Event()
         self._incarnation = secrets.randbits(63)
         self._made: _native.WorkerEngine | None = None
+        if spec.transport == "verbs":
+            transport.check_verbs(spec)
         # Before anything waits: from here on Ctrl-C must end every wait.
         tell_interrupts_plainly()
         self._signals = SignalWatch(self._on_signal).start()
@@ -222,7 +224,7 @@ class Session:
     def stats(self) -> Stats:
         """Counts so far; also after `close`."""
         stats = self._engine.stats()
-        transport = self._engine.transport
+        name = self._engine.transport
         why = "asked for" if self._spec.transport != "auto" else "the default"
         return Stats(
             steps=stats.steps,
@@ -230,7 +232,7 @@ class Session:
             gradients_dropped=stats.gradients_dropped,
             bytes_pushed=stats.bytes_pushed,
             bytes_pulled=stats.bytes_pulled,
-            transport=[(f"server {i}", transport, why) for i in range(self.num_servers)],
+            transport=[(f"server {i}", name, why) for i in range(self.num_servers)],
         )
 
     def trace(self) -> NDArray[Any]:
@@ -266,27 +268,35 @@ class Session:
     def _join(self) -> None:
         roster = self._client.join()
         servers = sorted(roster.servers, key=lambda entry: entry.index)
-        self._made = self._make_engine()
+        addresses = [entry.address for entry in servers]
+        self._made = self._make_engine(addresses)
         if self._client.failure is not None:
             raise self._client.failure  # came while there was no engine to be told
         status = self._engine.connect(
-            [entry.address for entry in servers],
+            addresses,
             [entry.tokens[self.index] for entry in servers],
             int(self._spec.connect_timeout * 1000),
         )
         if not status.ok:
             raise self._first_cause(status)
+        if notice := self._engine.notice:
+            control.say_on_stderr(f"worker {self.index}: {notice}")
         _register_target()
         _native.register_session(self.id, self._engine)
 
-    def _make_engine(self) -> "_native.WorkerEngine":
+    def _make_engine(self, servers: list[str]) -> "_native.WorkerEngine":
         spec = self._spec
+        source = None
+        if spec.transport == "verbs":
+            ranking = transport.choose(spec, transport.place(spec, servers=servers))
+            control.say_on_stderr(f"worker {self.index}: {transport.describe(ranking)}")
+            source = ranking.choice
         engine = _native.WorkerEngine.create(
             spec.index,
             spec.job,
             self._incarnation,
             spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
-            **transport_options(spec),
+            **transport_options(spec, "tcp" if source is None else "verbs", source),
         )
         return raise_for(engine)
 
