@@ -19,6 +19,7 @@ from jaxrdma.control import (
     Shutdown,
 )
 from jaxrdma.errors import ConfigError, JaxRdmaError
+from jaxrdma.memory import SLOTS_PER_WORKER, Locked, connections_bytes, shard_bytes
 from jaxrdma.plan import ITEM_BYTES, Plan, agreed_plan
 from jaxrdma.signals import SignalWatch, do_nothing
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 # A worker's goodbye travels by the coordinator, the end of its data connection directly: so long may the goodbye be
 # behind before the end counts as a loss.
 _GOODBYE_SECONDS = 2.0
-
-# Landing memory of one worker is this many partitions: enough to keep the wire busy while one is summed.
-_SLOTS_PER_WORKER = 16
 
 
 def run_server(spec: ClusterSpec, listen: str) -> int:
@@ -90,6 +88,7 @@ class _Server:
         self._signal = 0
         self._step = -1
         self._made: _native.ServerEngine | None = None
+        self._locked: Locked | None = None  # over verbs
         self._client = ControlClient(
             spec,
             "server",
@@ -154,6 +153,9 @@ class _Server:
             ranking = transport.choose(spec, transport.place(spec, self._listen))
             control.say_on_stderr(f"server {spec.index}: {transport.describe(ranking)}")
             source = ranking.choice
+            self._locked = Locked(f"server {spec.index}", control.say_on_stderr)
+            need = connections_bytes(spec.num_workers, spec.partition_bytes)
+            self._locked.add(f"{spec.num_workers} workers to land in", need)
         return raise_for(
             native.ServerEngine.create(
                 server=spec.index,
@@ -162,7 +164,7 @@ class _Server:
                 job=spec.job,
                 listen=self._listen,
                 partition_bytes=spec.partition_bytes,
-                slots_per_worker=_SLOTS_PER_WORKER,
+                slots_per_worker=SLOTS_PER_WORKER,
                 ordered=spec.ordered,
                 spin_us=spec.spin_us if spec.spin_us is not None else native.DEFAULT_SPIN_US,
                 **transport_options(spec, "tcp" if source is None else "verbs", source),
@@ -245,6 +247,9 @@ class _Server:
 
             self._updates[agreed.flow] = ServerUpdate(agreed.program or b"")
         self._plans[agreed.flow] = plan
+        if self._locked is not None:
+            need = shard_bytes(plan, self._spec.index, agreed.mode, self._spec.num_workers)
+            self._locked.add(f"its part of model {agreed.flow}", need)
         raise_for(self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan)))
         self._client.send(FlowReady(agreed.flow))
 

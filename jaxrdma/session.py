@@ -21,6 +21,7 @@ from jaxrdma import _native, control, step, trace, transport
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message
 from jaxrdma.errors import CancelledError, ConfigError
+from jaxrdma.memory import Locked, connections_bytes, copy_bytes
 from jaxrdma.native import flow_spec, native_error, raise_for, transport_options
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
 from jaxrdma.policy import SyncReplicas
@@ -114,6 +115,7 @@ class Session:
         self._verdict = threading.Event()
         self._incarnation = secrets.randbits(63)
         self._made: _native.WorkerEngine | None = None
+        self._locked: Locked | None = None  # over verbs
         if spec.transport == "verbs":
             transport.check_verbs(spec)
         # Before anything waits: from here on Ctrl-C must end every wait.
@@ -291,6 +293,9 @@ class Session:
             ranking = transport.choose(spec, transport.place(spec, servers=servers))
             control.say_on_stderr(f"worker {self.index}: {transport.describe(ranking)}")
             source = ranking.choice
+            self._locked = Locked(f"worker {self.index}", control.say_on_stderr)
+            need = connections_bytes(self.num_servers, spec.partition_bytes)
+            self._locked.add(f"what is on its way to {self.num_servers} servers", need)
         engine = _native.WorkerEngine.create(
             spec.index,
             spec.job,
@@ -328,6 +333,8 @@ class Session:
             lambda message: isinstance(message, FlowStart) and message.flow == flow,
             self._spec.connect_timeout,
         )
+        if self._locked is not None:
+            self._locked.add(f"a copy of model {flow}", copy_bytes(plan))
         spec = flow_spec(flow, mode, plan)
         raise_for(self._engine.add_flow(spec))
         self._plans.append(plan)
