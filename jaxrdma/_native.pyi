@@ -105,6 +105,8 @@ class VerbsOptions:
     device: str
     port: int
     gid_index: int
+    gid: bytes
+    gid_type: str
     pkey_index: int
     traffic_class: int
     service_level: int
@@ -187,6 +189,8 @@ class WorkerEngine:
     def records(self) -> bytes: ...
     @property
     def transport(self) -> str: ...
+    @property
+    def notice(self) -> str: ...
     @property
     def status(self) -> Status: ...
     def wait_failure(self, timeout_ms: int = -1) -> bool: ...

@@ -92,7 +92,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     secret: str
     host: str
     pid: int
-    data_address: str | None
     settings: dict[str, int | bool]
 
 
@@ -116,7 +115,9 @@ class FlowProposal(msgspec.Struct, frozen=True, tag="flow_proposal"):
 
 
 class Admitting(msgspec.Struct, frozen=True, tag="admitting"):
-    """A server has read its roster and lets the workers' data connections in."""
+    """A server has read its roster and lets the workers' data connections in, at `address` ("host:port")."""
+
+    address: str
 
 
 class FlowReady(msgspec.Struct, frozen=True, tag="flow_ready"):
@@ -183,7 +184,10 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 class ServerEntry(msgspec.Struct, frozen=True):
-    """A server in the roster. `tokens`: by worker, what the worker shows to be let in."""
+    """A server in the roster. `tokens`: by worker, what the worker shows to be let in.
+
+    `address` is empty in what a server gets: none listens before it knows whom it may let in.
+    """
 
     index: int
     address: str
@@ -315,7 +319,6 @@ class ControlClient:
 
     - `spec`, `role`, `index`: the cluster, and who this is in it.
     - `incarnation`: a number that no other life of this process has.
-    - `data_address`: of a server, the "host:port" workers connect to.
     - `on_message`: called on the reading thread with every `JobFailed`, `MemberLeft`, `Shutdown` and flow message, in
       their order. It must be quick, and may call any method here but `reach`, `join`, `wait` and `leave`. The loss of
       the coordinator arrives as `JobFailed(kind="coordinator_lost")`.
@@ -329,7 +332,6 @@ class ControlClient:
         role: str,
         index: int,
         incarnation: int,
-        data_address: str | None = None,
         on_message: Callable[[Message], None] = _ignore,
         say: Callable[[str], None] = say_on_stderr,
         progress: Callable[[], tuple[int, str]] = _no_progress,
@@ -347,7 +349,6 @@ class ControlClient:
             secret=spec.secret,
             host=platform.node(),
             pid=os.getpid(),
-            data_address=data_address,
             settings=spec.shared_settings(),
         )
         # Guards everything below; notified whenever something arrived or the stream ended.

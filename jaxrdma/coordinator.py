@@ -73,6 +73,7 @@ class _Member:
     heard: float
     step: int = -1
     state: str = ""
+    address: str = ""  # of a server that lets the workers in: where
     left: bool = False  # said that it is done
     gone: bool = False  # its stream has ended, or is about to
     confessed: bool = False  # sent Failed: its end is no news
@@ -150,7 +151,7 @@ class Membership:
         self._last_tick = now
         self._refusal: tuple[float, str] | None = None
         self._started = False  # everybody is here, and every server lets the workers in
-        self._rosters: dict[int, Roster] = {}
+        self._tokens: dict[tuple[int, int], bytes] = {}  # by worker and server; once all are here
         self._admit: set[int] = set()
         self._shutdown_since: float | None = None
         self._suspect: tuple[float, JobFailed, _Member] | None = None
@@ -214,13 +215,15 @@ class Membership:
             case FlowProposal():
                 return self._proposal(member, message, now)
             case Admitting():
-                if member.hello.role != "server" or not self._rosters or member.id in self._admit:
+                if member.hello.role != "server" or not self._tokens or member.id in self._admit:
                     return self._broken(
                         member,
                         "admits workers, which only a server of a complete job does once",
                         now,
                     )
-                return self._admitting(member)
+                if not message.address:
+                    return self._broken(member, "gave no address for data", now)
+                return self._admitting(member, message.address)
             case FlowReady():
                 return self._ready(member, message, now)
             case Hello():
@@ -282,17 +285,22 @@ class Membership:
             return out + self._dismiss()
         self._places[hello.role, hello.index] = member
         if not self._missing():
-            self._rosters = self._make_rosters()
-            out += [(m.id, self._rosters[m.id]) for m in self._live() if m.hello.role == "server"]
+            self._tokens = {
+                (w.hello.index, s.hello.index): self._token()
+                for w in self._of("worker")
+                for s in self._of("server")
+            }
+            out += [(m.id, self._roster(m)) for m in self._live() if m.hello.role == "server"]
         return out
 
-    def _admitting(self, member: _Member) -> Outgoing:
+    def _admitting(self, member: _Member, address: str) -> Outgoing:
         """Workers may knock once every server knows them."""
+        member.address = address
         self._admit.add(member.id)
         if any(m.id not in self._admit for m in self._of("server")):
             return []
         self._started = True
-        return [(m.id, self._rosters[m.id]) for m in self._live() if m.hello.role == "worker"]
+        return [(m.id, self._roster(m)) for m in self._live() if m.hello.role == "worker"]
 
     def _refuse(self, hello: Hello) -> Refused | None:
         launches = hello.role == "launcher"
@@ -339,8 +347,6 @@ class Membership:
         first = self._places.get((hello.role, hello.index))
         if first is not None:
             return Refused("duplicate", self._duplicate(first, who))
-        if hello.role == "server" and not hello.data_address:
-            return Refused("protocol", f"{who} gave no address for data")
         for member in self._members.values():
             for name in sorted(hello.settings.keys() | member.hello.settings.keys()):
                 theirs, ours = hello.settings.get(name), member.hello.settings.get(name)
@@ -361,37 +367,31 @@ class Membership:
             f"{who.partition('(')[2].rstrip(')')}. Give each its own JAXRDMA_INDEX."
         )
 
-    def _make_rosters(self) -> dict[int, Roster]:
-        servers = self._of("server")
-        workers = self._of("worker")
-        tokens = {(w.hello.index, s.hello.index): self._token() for w in workers for s in servers}
-        entries = [
-            WorkerEntry(w.hello.index, w.hello.host, w.hello.pid, w.hello.incarnation)
-            for w in workers
-        ]
+    def _roster(self, member: _Member) -> Roster:
+        """What `member` may know of the others."""
 
-        def roster(member: _Member) -> Roster:
-            def visible(worker: int, server: int) -> bool:
-                return member.hello.index == (worker if member.hello.role == "worker" else server)
+        def visible(worker: int, server: int) -> bool:
+            return member.hello.index == (worker if member.hello.role == "worker" else server)
 
-            return Roster(
-                [
-                    ServerEntry(
-                        s.hello.index,
-                        s.hello.data_address or "",
-                        s.hello.incarnation,
-                        {
-                            w: t
-                            for (w, i), t in tokens.items()
-                            if i == s.hello.index and visible(w, i)
-                        },
-                    )
-                    for s in servers
-                ],
-                entries,
-            )
-
-        return {m.id: roster(m) for m in self._crew()}
+        return Roster(
+            [
+                ServerEntry(
+                    s.hello.index,
+                    s.address,
+                    s.hello.incarnation,
+                    {
+                        w: token
+                        for (w, i), token in self._tokens.items()
+                        if i == s.hello.index and visible(w, i)
+                    },
+                )
+                for s in self._of("server")
+            ],
+            [
+                WorkerEntry(w.hello.index, w.hello.host, w.hello.pid, w.hello.incarnation)
+                for w in self._of("worker")
+            ],
+        )
 
     # --- flows ---
 
@@ -615,7 +615,7 @@ class Membership:
 
         text = (
             f"have {have('worker')} and {have('server')}, waiting for {_list(self._missing())}"
-            f"{' to let the workers in' if self._rosters else ''}, {now - self._since:.0f} s"
+            f"{' to let the workers in' if self._tokens else ''}, {now - self._since:.0f} s"
         )
         if self._refusal is not None:
             at, why = self._refusal
@@ -652,7 +652,7 @@ class Membership:
         return [m for m in self._live() if not m.launches]
 
     def _missing(self) -> list[str]:
-        if self._rosters:
+        if self._tokens:
             return [m.name for m in self._of("server") if m.id not in self._admit]
         return [
             f"{role} {i}"

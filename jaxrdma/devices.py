@@ -51,6 +51,13 @@ class Gid:
         """Its class: "ipv4", "ipv6" (global) or "link-local"."""
         return address_kind(self.address)
 
+    @property
+    def raw(self) -> bytes:
+        """Its 16 bytes, as devices have them."""
+        if isinstance(self.address, ipaddress.IPv4Address):
+            return bytes(10) + b"\xff\xff" + self.address.packed
+        return self.address.packed
+
 
 @dataclass(frozen=True)
 class Port:
@@ -119,12 +126,24 @@ class Ranking:
     - `reason`: why that one, or why none.
     - `others`: the other candidates, best first, each with what it lost by.
     - `unusable`: devices and ports that have no candidate at all, and why.
+    - `on_route`: whether the route to the peer is known to go by the choice, or InfiniBand needs no route.
     """
 
     choice: Candidate | None
     reason: str
-    others: tuple[tuple[Candidate, str], ...]
-    unusable: tuple[tuple[str, str], ...]
+    others: tuple[tuple[Candidate, str], ...] = ()
+    unusable: tuple[tuple[str, str], ...] = ()
+    on_route: bool = False
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What `survey` found: the devices, the peer's address and the one that packets to it come from, the ranking."""
+
+    inventory: Inventory
+    peer: Address | None
+    source: Address | None
+    ranking: Ranking
 
 
 # Reading.
@@ -574,7 +593,40 @@ def rank(
         others = tuple((c, _barred(c, settings)) for c in ranked)
         return Ranking(None, _no_choice(others, unusable), others, unusable)
     others = tuple((c, _barred(c, settings) or _lost_by(c, choice, question)) for c in ranked[1:])
-    return Ranking(choice, _reason(choice, question, settings), others, unusable)
+    on_route = _is_infiniband(choice) or (source is not None and _on_route(choice, question))
+    return Ranking(choice, _reason(choice, question, settings), others, unusable, on_route)
+
+
+def survey(
+    host: str | None = None,
+    settings: VerbsSettings = _NOTHING_NAMED,
+    reader: str = "auto",
+    own: bool = False,
+) -> Survey:
+    """Read this machine's devices and rank them: what `jaxrdma devices` shows is what the transport takes.
+
+    A peer on loopback is on this machine, where every device reaches every other: the ranking is then as without one.
+
+    **Arguments:**
+
+    - `host`: the peer, by name or address; `None`: not known.
+    - `settings`, `reader`: as for `rank` and `read_devices`. A reader that cannot read leaves no choice, and says why.
+    - `own`: `host` is where this machine is reached by its peers, so packets come from it, whatever leads to it.
+
+    **Raises:** `ConfigError` as `find_route` and `rank` do.
+    """
+    peer, source = find_route(host) if host else (None, None)
+    source = peer if own else source
+    try:
+        inventory = read_devices(reader)
+    except TransportError as error:
+        inventory = Inventory(reader, str(error), ())
+        return Survey(inventory, peer, source, Ranking(None, str(error)))
+    if not inventory.devices:
+        return Survey(inventory, peer, source, Ranking(None, why_there_is_none()))
+    near = peer is not None and peer.is_loopback
+    ranking = rank(inventory.devices, None if near else peer, None if near else source, settings)
+    return Survey(inventory, peer, source, ranking)
 
 
 def _position(candidate: Candidate) -> tuple[Any, ...]:

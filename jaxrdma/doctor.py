@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,17 @@ from pathlib import Path
 from jaxrdma import devices
 from jaxrdma.cluster import VerbsSettings
 from jaxrdma.errors import ConfigError, TransportError
+from jaxrdma.memory import (
+    CURE,
+    SLOTS_PER_WORKER,
+    LockLimit,
+    bytes_text,
+    connections_bytes,
+    read_lock_limit,
+)
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 
-# What a landing slot holds beside its partition.
-_SLOT_HEADER_BYTES = 64
-_CAP_IPC_LOCK = 14
 # Each by a folder that it makes, also where it is built into the kernel.
 _CORE = {"ib_core": "/sys/class/infiniband", "ib_uverbs": "/sys/class/infiniband_verbs"}
 
@@ -36,19 +40,22 @@ class Needs:
 
     workers: int = 1
     servers: int = 1
-    slots: int = 16
+    slots: int = SLOTS_PER_WORKER
     partition_bytes: int = 1 << 20
     parameter_bytes: int = 256 << 20
 
     @property
     def server_bytes(self) -> int:
-        """What a server locks: its landing slots."""
-        return self.workers * self.slots * (self.partition_bytes + _SLOT_HEADER_BYTES)
+        """What a server locks: for its connections, and as much as all of them hold of sums and parameters."""
+        connections = connections_bytes(self.workers, self.partition_bytes, self.slots)
+        return connections + 2 * -(-self.parameter_bytes // self.servers)
 
     @property
     def worker_bytes(self) -> int:
-        """What a worker locks: its parameters, and slots to send from for each server."""
-        return self.parameter_bytes + self.servers * self.slots * self.partition_bytes
+        """What a worker locks: for its connections, and a copy of the parameters."""
+        return (
+            connections_bytes(self.servers, self.partition_bytes, self.slots) + self.parameter_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,7 @@ class Facts:
     - `nodes`: /dev/infiniband/uverbs*, as the kernel's devices should have them.
     - `library`, `library_problem`: libibverbs's path, or why it cannot be opened.
     - `providers`: file names of the drivers that lie beside the library.
-    - `lock_soft`, `lock_hard`: bytes of memory that this process may lock; `None`: no limit.
-    - `may_lock_all`: whether it has CAP_IPC_LOCK, for which the limit does not count.
+    - `limit`: how much memory this process may lock.
     - `seen`, `seen_problem`: the devices as libibverbs shows them, or why it cannot.
     - `none_reason`: why it shows none; empty if it shows some.
     """
@@ -84,9 +90,7 @@ class Facts:
     library: str
     library_problem: str
     providers: tuple[str, ...]
-    lock_soft: int | None
-    lock_hard: int | None
-    may_lock_all: bool
+    limit: LockLimit
     seen: tuple[devices.Device, ...]
     seen_problem: str
     none_reason: str
@@ -109,10 +113,6 @@ def gather() -> Facts:
         seen_problem = str(error)
     else:
         none_reason = "" if seen else devices.why_there_is_none()
-    soft, hard = (
-        None if limit == resource.RLIM_INFINITY else limit
-        for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    )
     return Facts(
         modules=frozenset(name for name, folder in _CORE.items() if Path(folder).exists()),
         kernel_devices=devices.kernel_devices(),
@@ -123,9 +123,7 @@ def gather() -> Facts:
         library=library,
         library_problem=problem,
         providers=_providers(library),
-        lock_soft=soft,
-        lock_hard=hard,
-        may_lock_all=_has_ipc_lock(),
+        limit=read_lock_limit(),
         seen=seen,
         seen_problem=seen_problem,
         none_reason=none_reason,
@@ -149,19 +147,6 @@ def _mode(path: Path) -> str:
 def _providers(library: str) -> tuple[str, ...]:
     folder = Path(os.path.realpath(library)).parent / "libibverbs"
     return tuple(sorted(n for n in _names(folder) if n.endswith(".so"))) if library else ()
-
-
-def _has_ipc_lock() -> bool:
-    try:
-        status = Path("/proc/self/status").read_text()
-        users = Path("/proc/self/uid_map").read_text().split()
-    except OSError:
-        return False
-    # The kernel asks for the machine's own right; root of a user namespace (a rootless container) lacks it.
-    if users != ["0", "0", "4294967295"]:
-        return False
-    held = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return held is not None and bool(int(held[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
 def examine(facts: Facts, needs: Needs, settings: VerbsSettings) -> list[Check]:
@@ -266,23 +251,8 @@ def _provider_check(facts: Facts) -> Check:
 
 def _locked(role: str, need: int, facts: Facts) -> Check:
     name = f"locked memory, {role}"
-    limit = "unlimited" if facts.lock_soft is None else _bytes(facts.lock_soft)
-    if facts.lock_soft is None or facts.lock_soft >= need:
-        return Check(name, OK, f"needs {_bytes(need)}, limit of this process {limit}")
-    if facts.may_lock_all:
-        return Check(
-            name,
-            OK,
-            f"needs {_bytes(need)}; the limit, {limit}, does not count for a process with CAP_IPC_LOCK",
-        )
-    hard = "unlimited" if facts.lock_hard is None else _bytes(facts.lock_hard)
-    return Check(
-        name,
-        FAILED,
-        f"needs {_bytes(need)}, limit of this process {limit} (hard limit {hard}), no CAP_IPC_LOCK",
-        "`ulimit -l unlimited`; docker --ulimit memlock=-1; systemd LimitMEMLOCK=infinity (a job of Slurm has "
-        "the limit of its daemon)",
-    )
+    found = f"needs {bytes_text(need)}; {facts.limit.text}"
+    return Check(name, OK, found) if facts.limit.allows(need) else Check(name, FAILED, found, CURE)
 
 
 def _device_check(facts: Facts, settings: VerbsSettings) -> Check:
@@ -373,10 +343,3 @@ def _mtu(name: str, port: devices.Port) -> Check:
         found,
         f"`ip link set {net_device} mtu 9000` (4200 at least) on both ends and on the switches between: fewer packets",
     )
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number} bytes"

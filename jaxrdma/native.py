@@ -5,6 +5,7 @@ from typing import TypedDict, TypeVar, cast
 
 from jaxrdma import _native, errors
 from jaxrdma.cluster import ClusterSpec
+from jaxrdma.devices import Candidate
 from jaxrdma.plan import Plan
 
 T = TypeVar("T")
@@ -44,8 +45,10 @@ class TransportArguments(TypedDict):
     verbs: _native.VerbsOptions
 
 
-def transport_options(spec: ClusterSpec) -> TransportArguments:
-    """What both engines are told of how tensors travel."""
+def transport_options(
+    spec: ClusterSpec, transport: str = "tcp", source: Candidate | None = None
+) -> TransportArguments:
+    """What both engines are told of how tensors travel; over verbs, `source` is the device, port and GID to use."""
     verbs = _native.VerbsOptions()
     # Where the control plane goes by the same cable, the link is named before anybody is called silent.
     verbs.link_timeout_ms = min(verbs.link_timeout_ms, int(spec.heartbeat_timeout * 500))
@@ -54,7 +57,12 @@ def transport_options(spec: ClusterSpec) -> TransportArguments:
             verbs.link_timeout_ms = int(value * 1000)
         elif value is not None:
             setattr(verbs, name, value)
-    return {"transport": "tcp" if spec.transport == "auto" else spec.transport, "verbs": verbs}
+    if source is not None:
+        verbs.device = source.device
+        verbs.port = source.port.number
+        # The address, because its index changes when a link comes back.
+        verbs.gid, verbs.gid_type = source.gid.raw, source.gid.type
+    return {"transport": transport, "verbs": verbs}
 
 
 def flow_spec(flow: int, mode: str, plan: Plan) -> _native.FlowSpec:

@@ -3,11 +3,12 @@
 import queue
 import secrets
 import signal
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from jaxrdma import control
-from jaxrdma.cluster import ClusterSpec
+from jaxrdma import control, transport
+from jaxrdma.cluster import ClusterSpec, parse_address
 from jaxrdma.control import (
     ControlClient,
     FlowAgreed,
@@ -17,19 +18,18 @@ from jaxrdma.control import (
     Message,
     Shutdown,
 )
-from jaxrdma.errors import JaxRdmaError
+from jaxrdma.errors import ConfigError, JaxRdmaError
+from jaxrdma.memory import SLOTS_PER_WORKER, Locked, connections_bytes, shard_bytes
 from jaxrdma.plan import ITEM_BYTES, Plan, agreed_plan
 from jaxrdma.signals import SignalWatch, do_nothing
 
 if TYPE_CHECKING:
+    from jaxrdma import _native
     from jaxrdma.update import ServerUpdate
 
 # A worker's goodbye travels by the coordinator, the end of its data connection directly: so long may the goodbye be
 # behind before the end counts as a loss.
 _GOODBYE_SECONDS = 2.0
-
-# Landing memory of one worker is this many partitions: enough to keep the wire busy while one is summed.
-_SLOTS_PER_WORKER = 16
 
 
 def run_server(spec: ClusterSpec, listen: str) -> int:
@@ -51,13 +51,33 @@ def run_server(spec: ClusterSpec, listen: str) -> int:
         return 1
 
 
+def check_bind(listen: str) -> None:
+    """Refuse an address that cannot be had, before the others are waited for.
+
+    **Raises:** `ConfigError` with the errno's text.
+    """
+    host, port = parse_address(listen, "listen address")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"a server cannot listen at {listen}: {error.strerror or error} (errno {error.errno})"
+        ) from None
+
+
 class _Server:
     def __init__(self, spec: ClusterSpec, listen: str) -> None:
         from jaxrdma import _native
-        from jaxrdma.native import raise_for, transport_options
 
+        check_bind(listen)
+        if spec.transport == "verbs":
+            transport.check_verbs(spec)
         self._native = _native
         self._spec = spec
+        self._listen = listen
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._plans: dict[int, Plan] = {}
         self._updates: dict[int, ServerUpdate] = {}
@@ -67,27 +87,13 @@ class _Server:
         self._left: set[int] = set()
         self._signal = 0
         self._step = -1
-        incarnation = secrets.randbits(63)
-        self._engine: _native.ServerEngine = raise_for(
-            _native.ServerEngine.create(
-                server=spec.index,
-                servers=spec.num_servers,
-                workers=spec.num_workers,
-                job=spec.job,
-                listen=listen,
-                partition_bytes=spec.partition_bytes,
-                slots_per_worker=_SLOTS_PER_WORKER,
-                ordered=spec.ordered,
-                spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
-                **transport_options(spec),
-            )
-        )
+        self._made: _native.ServerEngine | None = None
+        self._locked: Locked | None = None  # over verbs
         self._client = ControlClient(
             spec,
             "server",
             spec.index,
-            incarnation,
-            data_address=self._engine.address,
+            secrets.randbits(63),
             on_message=self._on_message,
             progress=lambda: (self._step, "serving"),
         )
@@ -97,8 +103,14 @@ class _Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._engine.close()
+        if self._made is not None:
+            self._made.close()
         self._client.close()
+
+    @property
+    def _engine(self) -> "_native.ServerEngine":
+        assert self._made is not None, "there is an engine once everybody is there"
+        return self._made
 
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -107,6 +119,11 @@ class _Server:
         with self._watch:
             # joins before anything else may fail: the others learn of failures through the client
             roster = self._client.join()
+            try:
+                self._made = self._make_engine()
+            except JaxRdmaError as error:
+                return self._fail("raised", str(error))
+            self._made.wake()  # for what came before there was an engine to be woken
             (mine,) = [entry for entry in roster.servers if entry.index == self._spec.index]
             for worker in roster.workers:
                 status = self._engine.admit(
@@ -116,7 +133,7 @@ class _Server:
                     return self._fail(
                         "raised", f"cannot admit worker {worker.index}: {status.message}"
                     )
-            self._client.send(control.Admitting())
+            self._client.send(control.Admitting(self._made.address))
             while True:
                 try:
                     code = self._turn()
@@ -126,6 +143,33 @@ class _Server:
                     return self._fail("raised", f"{type(error).__name__}: {error}")
                 if code is not None:
                     return code
+
+    def _make_engine(self) -> "_native.ServerEngine":
+        from jaxrdma.native import raise_for, transport_options
+
+        spec, native = self._spec, self._native
+        source = None
+        if spec.transport == "verbs":
+            ranking = transport.choose(spec, transport.place(spec, self._listen))
+            control.say_on_stderr(f"server {spec.index}: {transport.describe(ranking)}")
+            source = ranking.choice
+            self._locked = Locked(f"server {spec.index}", control.say_on_stderr)
+            need = connections_bytes(spec.num_workers, spec.partition_bytes)
+            self._locked.add(f"{spec.num_workers} workers to land in", need)
+        return raise_for(
+            native.ServerEngine.create(
+                server=spec.index,
+                servers=spec.num_servers,
+                workers=spec.num_workers,
+                job=spec.job,
+                listen=self._listen,
+                partition_bytes=spec.partition_bytes,
+                slots_per_worker=SLOTS_PER_WORKER,
+                ordered=spec.ordered,
+                spin_us=spec.spin_us if spec.spin_us is not None else native.DEFAULT_SPIN_US,
+                **transport_options(spec, "tcp" if source is None else "verbs", source),
+            )
+        )
 
     # --- one turn of the loop: whatever happened first ---
 
@@ -203,6 +247,9 @@ class _Server:
 
             self._updates[agreed.flow] = ServerUpdate(agreed.program or b"")
         self._plans[agreed.flow] = plan
+        if self._locked is not None:
+            need = shard_bytes(plan, self._spec.index, agreed.mode, self._spec.num_workers)
+            self._locked.add(f"its part of model {agreed.flow}", need)
         raise_for(self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan)))
         self._client.send(FlowReady(agreed.flow))
 
@@ -240,11 +287,15 @@ class _Server:
 
     def _on_message(self, message: Message) -> None:
         self._inbox.put(message)
-        self._engine.wake()
+        self._wake()
 
     def _on_signal(self, number: int) -> None:
         self._signal = number
-        self._engine.wake()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._made is not None:
+            self._made.wake()
 
     # --- ending ---
 

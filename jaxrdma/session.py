@@ -17,10 +17,11 @@ import numpy as np
 from jax.core import Tracer
 from numpy.typing import NDArray
 
-from jaxrdma import _native, control, step, trace
+from jaxrdma import _native, control, step, trace, transport
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message
 from jaxrdma.errors import CancelledError, ConfigError
+from jaxrdma.memory import Locked, connections_bytes, copy_bytes
 from jaxrdma.native import flow_spec, native_error, raise_for, transport_options
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
 from jaxrdma.policy import SyncReplicas
@@ -112,15 +113,11 @@ class Session:
         self._closed = False
         self._close_lock = threading.Lock()
         self._verdict = threading.Event()
-        incarnation = secrets.randbits(63)
-        engine = _native.WorkerEngine.create(
-            spec.index,
-            spec.job,
-            incarnation,
-            spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
-            **transport_options(spec),
-        )
-        self._engine: _native.WorkerEngine = raise_for(engine)
+        self._incarnation = secrets.randbits(63)
+        self._made: _native.WorkerEngine | None = None
+        self._locked: Locked | None = None  # over verbs
+        if spec.transport == "verbs":
+            transport.check_verbs(spec)
         # Before anything waits: from here on Ctrl-C must end every wait.
         tell_interrupts_plainly()
         self._signals = SignalWatch(self._on_signal).start()
@@ -128,7 +125,7 @@ class Session:
             spec,
             "worker",
             spec.index,
-            incarnation,
+            self._incarnation,
             on_message=self._on_message,
             progress=self._progress,
         )
@@ -229,7 +226,7 @@ class Session:
     def stats(self) -> Stats:
         """Counts so far; also after `close`."""
         stats = self._engine.stats()
-        transport = self._engine.transport
+        name = self._engine.transport
         why = "asked for" if self._spec.transport != "auto" else "the default"
         return Stats(
             steps=stats.steps,
@@ -237,7 +234,7 @@ class Session:
             gradients_dropped=stats.gradients_dropped,
             bytes_pushed=stats.bytes_pushed,
             bytes_pulled=stats.bytes_pulled,
-            transport=[(f"server {i}", transport, why) for i in range(self.num_servers)],
+            transport=[(f"server {i}", name, why) for i in range(self.num_servers)],
         )
 
     def trace(self) -> NDArray[Any]:
@@ -265,18 +262,48 @@ class Session:
 
     # --- beginning ---
 
+    @property
+    def _engine(self) -> "_native.WorkerEngine":
+        assert self._made is not None, "there is an engine once the servers are known"
+        return self._made
+
     def _join(self) -> None:
         roster = self._client.join()
         servers = sorted(roster.servers, key=lambda entry: entry.index)
+        addresses = [entry.address for entry in servers]
+        self._made = self._make_engine(addresses)
+        if self._client.failure is not None:
+            raise self._client.failure  # came while there was no engine to be told
         status = self._engine.connect(
-            [entry.address for entry in servers],
+            addresses,
             [entry.tokens[self.index] for entry in servers],
             int(self._spec.connect_timeout * 1000),
         )
         if not status.ok:
             raise self._first_cause(status)
+        if notice := self._engine.notice:
+            control.say_on_stderr(f"worker {self.index}: {notice}")
         _register_target()
         _native.register_session(self.id, self._engine)
+
+    def _make_engine(self, servers: list[str]) -> "_native.WorkerEngine":
+        spec = self._spec
+        source = None
+        if spec.transport == "verbs":
+            ranking = transport.choose(spec, transport.place(spec, servers=servers))
+            control.say_on_stderr(f"worker {self.index}: {transport.describe(ranking)}")
+            source = ranking.choice
+            self._locked = Locked(f"worker {self.index}", control.say_on_stderr)
+            need = connections_bytes(self.num_servers, spec.partition_bytes)
+            self._locked.add(f"what is on its way to {self.num_servers} servers", need)
+        engine = _native.WorkerEngine.create(
+            spec.index,
+            spec.job,
+            self._incarnation,
+            spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
+            **transport_options(spec, "tcp" if source is None else "verbs", source),
+        )
+        return raise_for(engine)
 
     def _agree(
         self,
@@ -306,6 +333,8 @@ class Session:
             lambda message: isinstance(message, FlowStart) and message.flow == flow,
             self._spec.connect_timeout,
         )
+        if self._locked is not None:
+            self._locked.add(f"a copy of model {flow}", copy_bytes(plan))
         spec = flow_spec(flow, mode, plan)
         raise_for(self._engine.add_flow(spec))
         self._plans.append(plan)
@@ -328,17 +357,25 @@ class Session:
     # --- while it lives ---
 
     def _progress(self) -> tuple[int, str]:
+        if self._made is None:
+            return -1, "joining"
         stats = self._engine.stats()
         return stats.last_step, "in a step" if self._engine.in_flight() else "computing"
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, control.JobFailed | control.FlowRejected):
             self._verdict.set()
-            self._engine.fail(_native.Status(_native.Code.PEER_FAILED, message.text))
+            if self._made is not None:
+                self._made.fail(_native.Status(_native.Code.PEER_FAILED, message.text))
 
     def _on_signal(self, number: int) -> None:
-        if number in (signal.SIGINT, signal.SIGTERM) and self._engine.in_flight() > 0:
-            self._engine.interrupt()
+        engine = self._made
+        if (
+            number in (signal.SIGINT, signal.SIGTERM)
+            and engine is not None
+            and engine.in_flight() > 0
+        ):
+            engine.interrupt()
 
     def _watch_connections(self) -> None:
         if not self._engine.wait_failure(-1) or self._verdict.is_set() or self._closed:
@@ -372,7 +409,8 @@ class Session:
         step.close_session(self.id)
         if self._client.failure is None:
             self._client.send(_failed_message(error))
-        self._engine.close()
+        if self._made is not None:
+            self._made.close()
         self._client.close()
         self._signals.stop()
 

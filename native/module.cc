@@ -196,6 +196,16 @@ void bind_common(nb::module_& m) {
       .def_rw("device", &fabric::VerbsOptions::device)
       .def_rw("port", &fabric::VerbsOptions::port)
       .def_rw("gid_index", &fabric::VerbsOptions::gid_index)
+      .def_prop_rw(
+          "gid",
+          [](const fabric::VerbsOptions& self) {
+            return nb::bytes(self.gid.data(), self.gid.size());
+          },
+          [](fabric::VerbsOptions& self, const nb::bytes& gid) {
+            if (gid.size() != self.gid.size()) throw nb::value_error("a GID has 16 bytes");
+            std::memcpy(self.gid.data(), gid.data(), gid.size());
+          })
+      .def_rw("gid_type", &fabric::VerbsOptions::gid_type)
       .def_rw("pkey_index", &fabric::VerbsOptions::pkey_index)
       .def_rw("traffic_class", &fabric::VerbsOptions::traffic_class)
       .def_rw("service_level", &fabric::VerbsOptions::service_level)
@@ -271,6 +281,7 @@ void bind_worker(nb::module_& m) {
       .def("stats", &WorkerEngine::stats, Unlocked())
       .def("records", [](const WorkerEngine& self) { return to_bytes(self.records()); })
       .def_prop_ro("transport", [](const WorkerEngine& self) { return self.transport(); })
+      .def_prop_ro("notice", [](const WorkerEngine& self) { return self.notice(); })
       .def_prop_ro("status", &WorkerEngine::status)
       .def("wait_failure", &WorkerEngine::wait_failure, nb::arg("timeout_ms") = -1, Unlocked())
       .def("close", &WorkerEngine::close, Unlocked());

@@ -12,7 +12,6 @@ from rich.text import Text
 from jaxrdma import devices
 from jaxrdma.cli import make_console
 from jaxrdma.cluster import VerbsSettings, jaxrdma_settings
-from jaxrdma.errors import TransportError
 
 DESCRIPTION = (
     "Show the RDMA devices of this machine, their ports and addresses (GIDs), best first, and why."
@@ -46,22 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, rank, show."""
-    settings = verbs_settings()
-    peer, source = devices.find_route(args.peer) if args.peer else (None, None)
-    try:
-        inventory = devices.read_devices(args.reader)
-    except TransportError as error:
-        inventory = devices.Inventory(args.reader, str(error), ())
-        ranking = devices.Ranking(None, str(error), (), ())
-    else:
-        if inventory.devices:
-            ranking = devices.rank(inventory.devices, peer, source, settings)
-        else:
-            ranking = devices.Ranking(None, devices.why_there_is_none(), (), ())
+    survey = devices.survey(args.peer, verbs_settings(), args.reader)
+    ranking = survey.ranking
     if args.json:
-        print(json.dumps(as_json(inventory, ranking, peer, source), indent=2))
+        print(json.dumps(as_json(survey), indent=2))
     else:
-        show(inventory, ranking)
+        show(survey.inventory, ranking)
     return 0 if ranking.choice is not None and ranking.choice.port.active else 1
 
 
@@ -73,13 +62,9 @@ def verbs_settings() -> VerbsSettings:
     )
 
 
-def as_json(
-    inventory: devices.Inventory,
-    ranking: devices.Ranking,
-    peer: devices.Address | None,
-    source: devices.Address | None,
-) -> dict[str, Any]:
+def as_json(survey: devices.Survey) -> dict[str, Any]:
     """What `--json` prints."""
+    inventory, ranking = survey.inventory, survey.ranking
 
     def place(candidate: devices.Candidate) -> dict[str, Any]:
         return {
@@ -99,8 +84,8 @@ def as_json(
                 entry |= {"address": str(gid.address), "kind": gid.kind}
     return {
         "reader": inventory.reader,
-        "peer": None if peer is None else str(peer),
-        "route_source": None if source is None else str(source),
+        "peer": None if survey.peer is None else str(survey.peer),
+        "route_source": None if survey.source is None else str(survey.source),
         "devices": listed,
         "choice": None if ranking.choice is None else place(ranking.choice),
         "reason": ranking.reason,

@@ -22,8 +22,8 @@ EPILOG = """examples:
   jaxrdma doctor --json
 
 The sizes are of the job; what must be locked in memory follows from them:
-  on a server   workers x slots x (partition bytes + 64)
-  on a worker   parameter bytes + servers x slots x partition bytes
+  on a server   workers x (slots x (partition bytes + 64) + 256 KiB) + 2 x parameter bytes / servers
+  on a worker   servers x (slots x (partition bytes + 64) + 256 KiB) + parameter bytes
 Only this machine is looked at, and nothing is changed. The limit of locked memory is that of this process: run it as,
 and from where, the job will be run.
 

@@ -154,6 +154,10 @@ class Engine final : public WorkerEngine {
     std::lock_guard guard(progress_lock_);
     return fabric_->describe();
   }
+  std::string notice() const override {
+    std::lock_guard guard(progress_lock_);
+    return fabric_->notice();
+  }
   Status status() const override;
   bool wait_failure(int timeout_ms) override;
   void close() override;

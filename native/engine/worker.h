@@ -111,6 +111,8 @@ class WorkerEngine {
   virtual std::vector<Record> records() const = 0;
   /// The transport, and what it chose, for people.
   virtual std::string transport() const = 0;
+  /// What people should know of the connections; empty if nothing.
+  virtual std::string notice() const = 0;
   /// First reason for failure, or ok.
   virtual Status status() const = 0;
   /// Blocks until a data connection is lost or `fail` is called (true), or until `timeout_ms` has

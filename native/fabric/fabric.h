@@ -12,6 +12,7 @@
    No call but `wait` blocks. */
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -155,7 +156,11 @@ struct Options {
 struct VerbsOptions {
   std::string device;  ///< empty: the first with an active port
   uint32_t port = 0;   ///< 0: the first active one
-  int gid_index = -1;  ///< negative: the best for the peer
+  int gid_index = -1;  ///< negative: see `gid`
+  /// The source address to prefer, whatever its index is now, where the peer's is of its kind; all
+  /// zeros: the best for the peer.
+  std::array<uint8_t, 16> gid{};
+  std::string gid_type;  ///< of `gid`: "RoCE v2", "RoCE v1", "IB"
   uint32_t pkey_index = 0;
   uint32_t traffic_class = 0;  ///< of the IP packets of RoCE v2
   uint32_t service_level = 0;
@@ -184,6 +189,8 @@ class Fabric {
   /// For people: the name, and what was chosen ("verbs, rxe0 port 1, GID 192.0.2.1 (RoCE v2),
   /// ...").
   virtual std::string describe() const { return name(); }
+  /// What people should know of the peers met so far; empty if nothing.
+  virtual std::string notice() const { return {}; }
 
   /// Makes [data, data+bytes) usable as a source and, by `access`, as a target of peers. bytes > 0.
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes,

@@ -42,12 +42,11 @@ from jaxrdma.errors import JaxRdmaError
 
 if __name__ == "__main__":
     spec = ClusterSpec.from_environment()
-    address = "127.0.0.1:1" if spec.role == "server" else None
-    client = ControlClient(spec, spec.role, spec.index, 1, address, progress=lambda: (17, "busy"))
+    client = ControlClient(spec, spec.role, spec.index, 1, progress=lambda: (17, "busy"))
     try:
         client.join()
         if spec.role == "server":
-            client.send(Admitting())
+            client.send(Admitting("127.0.0.1:1"))
         if "fork" in sys.argv and os.fork() == 0:
             time.sleep(20)
             os._exit(0)
@@ -124,9 +123,8 @@ class Cluster:
     def client(self, name: str, **changes) -> control.ControlClient:
         heard = self.heard.setdefault(name, [])
         spec = self.spec(name, **changes)
-        address = "127.0.0.1:1" if spec.role == "server" else None
         client = control.ControlClient(
-            spec, spec.role, spec.index, 1, address, heard.append, self.said.append
+            spec, spec.role, spec.index, 1, heard.append, self.said.append
         )
         self.clients.append(client)
         return client
@@ -138,7 +136,7 @@ class Cluster:
         def join(client: control.ControlClient, name: str) -> None:
             client.join()
             if name[0] == "s":
-                client.send(Admitting())
+                client.send(Admitting("127.0.0.1:1"))
 
         threads = [
             threading.Thread(target=join, args=pair) for pair in zip(clients, names, strict=True)

@@ -47,7 +47,6 @@ def hello(role: str, index: int, **changes) -> Hello:
         "secret": "s",
         "host": "host-a",
         "pid": 100 + index,
-        "data_address": "127.0.0.1:1" if role == "server" else None,
         "settings": {"num_workers": 2, "num_servers": 2, "partition_bytes": 64, "ordered": False},
     }
     return Hello(**{**values, **changes})
@@ -131,8 +130,8 @@ def job() -> Job:
     job = Job()
     for name in ("s0", "w1", "w0", "s1"):
         job.join(name)
-    job.say("s0", Admitting())
-    job.say("s1", Admitting())
+    job.say("s0", Admitting("127.0.0.1:1"))
+    job.say("s1", Admitting("127.0.0.1:1"))
     return job
 
 
@@ -161,12 +160,21 @@ def test_workers_are_not_sent_to_a_server_that_does_not_expect_them_yet():
     job = Job(1, 2)
     for name in ("w0", "s0", "s1"):
         job.join(name)
-    job.say("s0", Admitting())
+    job.say("s0", Admitting("127.0.0.1:1"))
     assert job.kinds("w0") == [Welcome]
     job.wait(4, "w0 s0 s1")
     assert "waiting for server 1 to let the workers in" in job.last("w0", Waiting).text
-    job.say("s1", Admitting())
+    job.say("s1", Admitting("127.0.0.1:1"))
     assert job.kinds("w0") == [Welcome, Roster]
+
+
+def test_a_worker_is_told_where_the_servers_let_it_in_and_a_server_must_say_it(job):
+    assert [e.address for e in job.last("w0", Roster).servers] == ["127.0.0.1:1"] * 2
+    job = Job(1, 1)
+    for name in ("w0", "s0"):
+        job.join(name)
+    job.say("s0", Admitting(""))
+    assert "server 0 (host-a, pid 100) gave no address for data" in job.failure.text
 
 
 def test_waiting_names_who_is_missing_and_since_when():
@@ -219,7 +227,6 @@ def test_nobody_coming_at_all_fails_too():
             "settings",
             "ordered|partition_bytes=128, worker 0 .* has partition_bytes=64",
         ),
-        ({"role": "server", "index": 0, "data_address": None}, "protocol", "no address"),
     ],
 )
 def test_who_does_not_belong_is_refused_with_a_reason(changes, kind, text):
@@ -339,8 +346,8 @@ def test_leaving_while_a_model_waits_fails_it(job):
         ("s0", proposal()),
         ("w0", FlowReady(0)),
         ("s0", FlowReady(4)),
-        ("w0", Admitting()),
-        ("s0", Admitting()),
+        ("w0", Admitting("127.0.0.1:1")),
+        ("s0", Admitting("127.0.0.1:1")),
         ("w0", hello("worker", 0)),
     ],
 )
@@ -566,7 +573,7 @@ def test_who_comes_after_the_failure_is_told_the_cause():
 MESSAGES = st.sampled_from(
     [
         Heartbeat(3, "x"),
-        Admitting(),
+        Admitting("127.0.0.1:1"),
         proposal(0),
         proposal(1),
         proposal(0, digest="other"),
@@ -645,7 +652,7 @@ class Watched(Job):
                     self.run(("say", name, Bye()))
                 elif name[0] == "s" and Roster in kinds and name not in self.admitting:
                     self.admitting.add(name)
-                    self.run(("say", name, Admitting()))
+                    self.run(("say", name, Admitting("127.0.0.1:1")))
             self.wait(1, self.alive())
         raise AssertionError(f"not over; waits for {self.membership.waits_for()}")
 
@@ -675,7 +682,7 @@ def test_no_history_of_a_complete_job_hangs(shuffle: random.Random, events):
     for name in names:
         job.join(name)
     for name in ("s0", "s1"):
-        job.say(name, Admitting())
+        job.say(name, Admitting("127.0.0.1:1"))
     for event in events:
         job.run(event)
     job.finish()

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxrdma import cli, doctor
+from jaxrdma import cli, doctor, memory
 from jaxrdma.cluster import VerbsSettings
 from jaxrdma.devices import Device, Gid, Port
 from jaxrdma.doctor import FAILED, OK, WARNING, Check, Facts, Needs, Node, examine
+from jaxrdma.memory import LockLimit
 
 GID = Gid(3, ipaddress.ip_address("10.0.0.1"), "RoCE v2", "eth0")
 PORT = Port(1, "ACTIVE", "Ethernet", 4096, 1 << 31, 0, (0xFFFF,), (GID,))
@@ -20,9 +21,7 @@ HEALTHY = Facts(
     library="/usr/lib/libibverbs.so.1",
     library_problem="",
     providers=("libmlx5-rdmav34.so", "librxe-rdmav34.so"),
-    lock_soft=None,
-    lock_hard=None,
-    may_lock_all=False,
+    limit=LockLimit(None, None, exempt=False),
     seen=(Device("mlx5_0", ports=(PORT,)),),
     seen_problem="",
     none_reason="",
@@ -172,22 +171,25 @@ def test_a_device_that_is_named_and_not_there_fails():
 
 def test_locked_memory_is_held_against_what_the_job_needs():
     needs = Needs(workers=4, servers=3, slots=2, partition_bytes=1000, parameter_bytes=5000)
-    assert needs.server_bytes == 4 * 2 * (1000 + 64)
-    assert needs.worker_bytes == 5000 + 3 * 2 * 1000
+    slots = memory.slots_bytes(2, 1000)
+    assert slots == 4096  # 2 x (64 + 1024), by pages
+    assert needs.worker_bytes == 5000 + 3 * (slots + memory.QUEUE_BYTES)
+    assert needs.server_bytes == 2 * 1667 + 4 * (slots + memory.QUEUE_BYTES)
 
-    def outcomes(soft: int | None, may_lock_all: bool = False) -> list[str]:
-        facts = replace(HEALTHY, lock_soft=soft, lock_hard=soft, may_lock_all=may_lock_all)
+    def outcomes(soft: int | None, exempt: bool = False) -> list[str]:
+        facts = replace(HEALTHY, limit=LockLimit(soft, soft, exempt))
         checks = judged(facts, needs)
         return [checks[f"locked memory, {role}"].outcome for role in ("server", "worker")]
 
-    assert outcomes(11000) == [OK, OK]
-    assert outcomes(10999) == [OK, FAILED]
-    assert outcomes(8511) == [FAILED, FAILED]
-    assert outcomes(0, may_lock_all=True) == [OK, OK]
+    assert outcomes(needs.server_bytes) == [OK, OK]
+    assert outcomes(needs.worker_bytes) == [FAILED, OK]
+    assert outcomes(needs.worker_bytes - 1) == [FAILED, FAILED]
+    assert outcomes(0, exempt=True) == [OK, OK]
     assert outcomes(None) == [OK, OK]
-    failed = judged(replace(HEALTHY, lock_soft=8 << 20, lock_hard=None))["locked memory, server"]
+    limited = replace(HEALTHY, limit=LockLimit(8 << 20, None, exempt=False))
+    failed = judged(limited)["locked memory, worker"]
     assert failed.found == (
-        "needs 16 MiB, limit of this process 8 MiB (hard limit unlimited), no CAP_IPC_LOCK"
+        "needs 272.3 MiB; limit of this process 8 MiB (hard limit unlimited), no CAP_IPC_LOCK"
     )
     assert "ulimit -l unlimited" in failed.advice
 
@@ -197,7 +199,7 @@ def test_looking_at_this_machine_finds_its_limit_and_no_contradiction():
     assert bool(facts.library) != bool(facts.library_problem)
     assert bool(facts.seen) != bool(facts.seen_problem or facts.none_reason)
     assert {device.name for device in facts.seen} <= set(facts.kernel_devices)
-    assert facts.lock_hard is None or (facts.lock_soft or 0) <= facts.lock_hard
+    assert facts.limit.hard is None or (facts.limit.soft or 0) <= facts.limit.hard
 
 
 @pytest.mark.parametrize(("outcome", "code"), [(OK, 0), (WARNING, 0), (FAILED, 1)])

@@ -232,10 +232,10 @@ Result<PortInfo> Device::port(uint8_t number) const {
                     "): check the cable, the switch, and `ip link` of its network device");
 }
 
-Result<GidEntry> choose_gid(const std::string& device, const PortInfo& port, int index,
-                            const RawGid* peer) {
+Result<GidEntry> choose_gid(const std::string& device, const PortInfo& port,
+                            const VerbsOptions& options, const RawGid* peer) {
   const std::string where = device + " port " + std::to_string(port.number);
-  if (index >= 0) {
+  if (const int index = options.gid_index; index >= 0) {
     for (const GidEntry& entry : port.gids) {
       if (entry.index == index) return entry;
     }
@@ -253,7 +253,10 @@ Result<GidEntry> choose_gid(const std::string& device, const PortInfo& port, int
     const bool family = peer == nullptr ? gid_is_ipv4(entry.gid)
                                         : gid_is_ipv4(entry.gid) == gid_is_ipv4(*peer) &&
                                               local == gid_is_link_local(*peer);
-    return (entry.type != "RoCE v1" ? 4 : 0) + (family ? 2 : 0) + (local ? 0 : 1);
+    const bool preferred = options.gid != RawGid{} && entry.gid == options.gid &&
+                           entry.type == options.gid_type && (peer == nullptr || family);
+    return (preferred ? 8 : 0) + (entry.type != "RoCE v1" ? 4 : 0) + (family ? 2 : 0) +
+           (local ? 0 : 1);
   };
   const auto best =
       std::max_element(port.gids.begin(), port.gids.end(),

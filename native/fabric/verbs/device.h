@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "fabric/fabric.h"
 
 namespace jaxrdma::fabric::verbs {
 
@@ -87,10 +88,11 @@ class Device {
   ibv_device_attr attributes_{};
 };
 
-/// The GID to use for a peer: `index` where it is not negative; else RoCE v2 before v1, the peer's
-/// family first, global before link-local. `peer` null: not known yet.
-Result<GidEntry> choose_gid(const std::string& device, const PortInfo& port, int index,
-                            const RawGid* peer);
+/// The GID to use for a peer: the one at `options.gid_index` where that is not negative; else
+/// `options.gid`, unless it went away or the peer's is of another kind; else RoCE v2 before v1, the
+/// peer's kind first, global before link-local. `peer` null: not known yet.
+Result<GidEntry> choose_gid(const std::string& device, const PortInfo& port,
+                            const VerbsOptions& options, const RawGid* peer);
 
 }  // namespace jaxrdma::fabric::verbs
 

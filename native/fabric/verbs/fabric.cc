@@ -66,7 +66,7 @@ Result<std::unique_ptr<Fabric>> VerbsFabric::create(const Options& options,
                                               std::to_string(made->port_.pkeys.size()) +
                                               " entries");
   }
-  auto gid = choose_gid(made->device_->name(), made->port_, verbs.gid_index, nullptr);
+  auto gid = choose_gid(made->device_->name(), made->port_, verbs, nullptr);
   if (!gid.ok()) return gid.status();
   made->gid_ = gid.value();
 
@@ -107,9 +107,25 @@ VerbsFabric::~VerbsFabric() {
 }
 
 std::string VerbsFabric::describe() const {
+  const uint32_t used = std::min(port_.active_mtu, peer_mtu_);
   return "verbs, " + device_->name() + " port " + std::to_string(port_.number) + ", GID " +
          gid_text(gid_.gid) + " (index " + std::to_string(gid_.index) + ", " + gid_.type +
-         "), MTU " + std::to_string(port_.active_mtu);
+         "), MTU " + std::to_string(used) +
+         (used < port_.active_mtu ? ", the peer's (" + std::to_string(port_.active_mtu) + " here)"
+                                  : "");
+}
+
+std::string VerbsFabric::notice() const {
+  if (peer_mtu_ == kNoPeer || peer_mtu_ == port_.active_mtu) return {};
+  return "MTU " + std::to_string(std::min(port_.active_mtu, peer_mtu_)) +
+         " is used: " + device_->name() + " port " + std::to_string(port_.number) + " has " +
+         std::to_string(port_.active_mtu) + ", the peer " + std::to_string(peer_mtu_) +
+         "; the same on both ends is faster";
+}
+
+void VerbsFabric::meet(VerbsEndpoint& endpoint, const ConnectionParameters& peer) {
+  endpoint.set_peer(peer);
+  peer_mtu_ = std::min(peer_mtu_, 128u << peer.mtu);
 }
 
 Result<std::unique_ptr<MemoryRegion>> VerbsFabric::register_memory(std::byte* data, size_t bytes,
@@ -136,7 +152,7 @@ Result<std::vector<std::byte>> VerbsFabric::admit(const Gatekeeper& gatekeeper, 
   if (!decoded.ok()) return decoded;
   auto endpoint = std::make_unique<VerbsEndpoint>(*this, /*accepted=*/true, std::string());
   endpoint->set_id(id);
-  endpoint->set_peer(peer);
+  meet(*endpoint, peer);
   RawGid gid{};
   std::copy(peer.gid.begin(), peer.gid.end(), gid.begin());
   if (Status prepared = endpoint->prepare(&gid); !prepared.ok()) return prepared;
@@ -173,7 +189,7 @@ Result<std::shared_ptr<QueuePair>> VerbsFabric::make_queue_pair(EndpointId id, c
     return Status(Code::kUnavailable, "port " + std::to_string(port_.number) + " of " +
                                           device_->name() + " is " + port.value().state);
   }
-  auto gid = choose_gid(device_->name(), port.value(), verbs_.gid_index, peer);
+  auto gid = choose_gid(device_->name(), port.value(), verbs_, peer);
   if (!gid.ok()) return gid.status();
   port_ = std::move(port.value());
   gid_ = std::move(gid.value());
@@ -307,7 +323,7 @@ void VerbsFabric::signalled(const Event& event) {
         endpoint.fail(std::move(decoded));
         return;
       }
-      endpoint.set_peer(peer);
+      meet(endpoint, peer);
       endpoint.on_signalling_open(std::move(inner));
       return;
     }

@@ -35,6 +35,7 @@ class VerbsFabric final : public Fabric {
 
   const char* name() const override { return "verbs"; }
   std::string describe() const override;
+  std::string notice() const override;
   Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes,
                                                         Access access) override;
   bool registration_is_cheap() const override { return false; }
@@ -76,6 +77,7 @@ class VerbsFabric final : public Fabric {
   VerbsFabric(const Options& options, const VerbsOptions& verbs);
   Result<std::vector<std::byte>> admit(const Gatekeeper& gatekeeper, EndpointId id,
                                        const Hello& hello);
+  void meet(VerbsEndpoint& endpoint, const ConnectionParameters& peer);
   void signalled(const Event& event);
   void read_async_events();
   void read_channel();
@@ -87,6 +89,8 @@ class VerbsFabric final : public Fabric {
   std::shared_ptr<Device> device_;
   PortInfo port_{};
   GidEntry gid_{};
+  static constexpr uint32_t kNoPeer = UINT32_MAX;
+  uint32_t peer_mtu_ = kNoPeer;  ///< the smallest of all peers, in bytes
   uint32_t receive_depth_ = 0;
   uint32_t send_depth_ = 0;
   std::unique_ptr<CompletionChannel> channel_;

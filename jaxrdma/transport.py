@@ -1,0 +1,76 @@
+"""By which transport a process moves tensors, by which device, and why."""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxrdma import devices
+from jaxrdma.cluster import ClusterSpec, parse_address
+from jaxrdma.errors import TransportError
+
+
+@dataclass(frozen=True)
+class Place:
+    """The host whose traffic decides on the device. `own`: this machine's own address, where its peers come in."""
+
+    host: str
+    own: bool = False
+
+
+def place(spec: ClusterSpec, listen: str | None = None, servers: Sequence[str] = ()) -> Place:
+    """Where this process's peers are.
+
+    **Arguments:**
+
+    - `spec`: the cluster; its coordinator is on the first server's machine.
+    - `listen`: of a server, the "host:port" for its workers; a wildcard says nothing.
+    - `servers`: of a worker, the servers' addresses, once they are known.
+    """
+    if listen is not None:
+        host, _ = parse_address(listen, "listen address")
+        if not _is_wildcard(host):
+            return Place(host, own=True)
+    if servers:
+        return Place(parse_address(servers[0], "server 0")[0])
+    return Place(parse_address(spec.coordinator, "coordinator")[0])
+
+
+def choose(spec: ClusterSpec, where: Place) -> devices.Ranking:
+    """The device, port and GID for traffic with `where`: what `jaxrdma devices --peer` shows.
+
+    **Returns:** a ranking that has a choice.
+
+    **Raises:** `ConfigError` if the settings name what is not there; `TransportError` if no device can be used.
+    """
+    # Read by the library that the transport uses.
+    return _choice(devices.survey(where.host, spec.verbs, "native", where.own))
+
+
+def _choice(survey: devices.Survey) -> devices.Ranking:
+    ranking = survey.ranking
+    if ranking.choice is None:
+        raise TransportError(
+            f"transport verbs cannot be used: {ranking.reason}. `jaxrdma doctor` tells what this machine lacks"
+        )
+    return ranking
+
+
+def check_verbs(spec: ClusterSpec) -> None:
+    """Refuse at once, before anybody is waited for, what cannot work whoever the peer is.
+
+    **Raises:** as `choose`.
+    """
+    _choice(devices.survey(None, spec.verbs, "native"))
+
+
+def describe(ranking: devices.Ranking) -> str:
+    """The choice and its reason, in one line."""
+    assert ranking.choice is not None
+    return f"verbs, {ranking.choice.name}: {ranking.reason}"
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -1,0 +1,127 @@
+"""Where a process's peers are, which device it takes for them, and what it says where there is none."""
+
+import ipaddress
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxrdma import devices, transport
+from jaxrdma.cluster import ClusterSpec, VerbsSettings
+from jaxrdma.devices import Device, Gid, Inventory, Port
+from jaxrdma.errors import ConfigError, TransportError
+from jaxrdma.native import transport_options
+from jaxrdma.transport import Place
+
+
+def gid(index: int, address: str, net_device: str, type_: str = "RoCE v2") -> Gid:
+    return Gid(index, ipaddress.ip_address(address), type_, net_device)
+
+
+def device(name: str, *gids: Gid, state: str = "ACTIVE") -> Device:
+    return Device(
+        name, ports=(Port(1, state, "Ethernet", 4096, 1 << 31, 0, (0xFFFF,), tuple(gids)),)
+    )
+
+
+MACHINE = (
+    device("mlx5_0", gid(3, "10.0.0.1", "eth0")),
+    device("mlx5_1", gid(3, "10.0.1.1", "eth1"), gid(5, "fd00::1", "eth1")),
+    device("mlx5_2", gid(3, "10.0.2.1", "eth2"), state="DOWN"),
+)
+ROUTES = {
+    "10.0.0.9": "10.0.0.1",
+    "10.0.1.9": "10.0.1.1",
+    "10.0.2.9": "10.0.2.1",
+    "fd00::9": "fd00::1",
+}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with three devices, of which one is down, and a route to the network of each."""
+
+    def route(host: str):
+        peer = ipaddress.ip_address(host)
+        return peer, peer if peer.is_loopback else ipaddress.ip_address(ROUTES.get(host, host))
+
+    monkeypatch.setattr(devices, "find_route", route)
+    monkeypatch.setattr(devices, "read_devices", lambda reader: Inventory(reader, "", MACHINE))
+    monkeypatch.setattr(devices, "kernel_devices", lambda: tuple(d.name for d in MACHINE))
+
+
+def spec(coordinator: str = "10.0.0.9:1", role: str = "worker", **changes) -> ClusterSpec:
+    verbs = VerbsSettings(**changes.pop("verbs", {}))
+    return ClusterSpec(coordinator, role, 0, 2, 1, verbs=verbs, **changes)
+
+
+def test_peers_are_at_the_servers_or_the_coordinator_or_come_in_where_a_server_listens():
+    assert transport.place(spec()) == Place("10.0.0.9")
+    assert transport.place(spec(), servers=["10.0.1.9:7"]) == Place("10.0.1.9")
+    assert transport.place(spec(), listen="10.0.1.1:0") == Place("10.0.1.1", own=True)
+    for wildcard in ("0.0.0.0:0", "[::]:0"):
+        assert transport.place(spec(), listen=wildcard) == Place("10.0.0.9")
+
+
+@pytest.mark.parametrize(
+    ("place", "settings", "device", "address"),
+    [
+        (Place("10.0.0.9"), {}, "mlx5_0", "10.0.0.1"),
+        (Place("10.0.1.9"), {}, "mlx5_1", "10.0.1.1"),
+        (Place("fd00::9"), {}, "mlx5_1", "fd00::1"),
+        (Place("10.0.1.1", own=True), {}, "mlx5_1", "10.0.1.1"),
+        (Place("10.0.2.9"), {}, "mlx5_0", "10.0.0.1"),  # by mlx5_2, which is down
+        (Place("127.0.0.1"), {}, "mlx5_0", "10.0.0.1"),
+        (Place("10.0.0.9"), {"gid_index": 5}, "mlx5_1", "fd00::1"),
+        (Place("fd00::9"), {"device": "mlx5_0"}, "mlx5_0", "10.0.0.1"),
+        (Place("fd00::9"), {"port": 1}, "mlx5_1", "fd00::1"),
+    ],
+)
+def test_the_device_is_that_of_the_route_and_settings_leave_the_rest_ranked(
+    machine, place, settings, device, address
+):
+    cluster = spec(transport="verbs", verbs=settings)
+    ranking = transport.choose(cluster, place)
+    assert ranking.choice is not None
+    assert (ranking.choice.device, str(ranking.choice.gid.address)) == (device, address)
+    assert ranking.choice.name in transport.describe(ranking)
+    assert ranking.reason in transport.describe(ranking)
+    made = transport_options(cluster, "verbs", ranking.choice)
+    assert made["transport"] == "verbs"
+    assert (made["verbs"].device, made["verbs"].port) == (device, 1)
+    assert made["verbs"].gid == ranking.choice.gid.raw
+    assert made["verbs"].gid_type == "RoCE v2"
+    assert made["verbs"].gid_index == settings.get("gid_index", -1)
+
+
+def test_the_bytes_of_a_gid_are_those_of_the_device():
+    assert gid(0, "10.0.0.1", "").raw == bytes(10) + b"\xff\xff\x0a\x00\x00\x01"
+    assert gid(0, "fd00::1", "").raw == b"\xfd" + bytes(14) + b"\x01"
+
+
+def test_what_is_not_there_is_refused_and_none_to_use_names_the_reason(machine):
+    with pytest.raises(ConfigError, match="did you mean mlx5_0"):
+        transport.choose(spec(verbs={"device": "mlx4_0"}), Place("10.0.0.9"))
+    with pytest.raises(ConfigError, match="JAXRDMA_GID_INDEX=4.*did you mean 3"):
+        transport.check_verbs(spec(verbs={"gid_index": 4}))
+    with pytest.raises(TransportError, match="cannot be used: mlx5_2 port 1: its port is DOWN"):
+        transport.check_verbs(spec(verbs={"device": "mlx5_2"}))
+
+
+def test_verbs_where_there_is_none_is_a_named_error_with_the_cure():
+    if devices.kernel_devices():
+        pytest.skip("this machine has RDMA devices")
+    command = [sys.executable, "-m", "jaxrdma", "server", "--coordinator", "127.0.0.1:1"]
+    command += ["--index", "0", "--num-workers", "1", "--num-servers", "1"]
+    result = subprocess.run(
+        command,
+        env=os.environ | {"JAXRDMA_TRANSPORT": "verbs"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    # At once: there is no coordinator that it could have waited for.
+    assert result.returncode == 1, result.stderr
+    assert "server 0: TransportError: transport verbs cannot be used: " in result.stderr
+    assert 'rdma link add`, ...), or choose transport="tcp"' in result.stderr
