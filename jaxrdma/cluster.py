@@ -72,7 +72,7 @@ class ClusterSpec:
     - `num_workers`, `num_servers`: the size of the job.
     - `secret`: shared by the processes of a job. May be empty on loopback only.
     - `job`: the job's name, so that two jobs never mix.
-    - `transport`: "auto" (which is tcp), "tcp" or "verbs".
+    - `transport`: "tcp", "verbs", or "auto": verbs if every process of the job can, else tcp.
     - `connect_timeout`: seconds until a start-up that is not complete is an error.
     - `heartbeat_timeout`: seconds of silence after which a process counts as lost.
     - `partition_bytes`: upper bound of a partition.

@@ -34,6 +34,7 @@ from jaxrdma.errors import (
     JaxRdmaError,
     MismatchError,
     PeerFailedError,
+    TransportError,
 )
 
 # Equal in all processes of a job, or they refuse each other: the control messages, the data wire format and the plan's
@@ -78,10 +79,21 @@ class LeafSpec(msgspec.Struct, frozen=True):
 # --- client to coordinator ---
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a stream: who I am, and what I take for granted.
+class Offer(msgspec.Struct, frozen=True):
+    """How a process can move tensors.
 
-    A `role` may also be "launcher": one attends for each machine of a job on several, and `index` says nothing.
+    `wanted`: "auto", "tcp" or "verbs"; `verbs`: whether verbs will do for it; `why`: if not, as in "worker 1 `why`".
+    """
+
+    wanted: str
+    verbs: bool
+    why: str
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of a stream: who I am, what I can do, and what I take for granted.
+
+    A `role` may also be "launcher": one attends for each machine of a job on several; `index` and `offer` say nothing.
     """
 
     role: str
@@ -92,6 +104,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     secret: str
     host: str
     pid: int
+    offer: Offer
     settings: dict[str, int | bool]
 
 
@@ -205,13 +218,17 @@ class WorkerEntry(msgspec.Struct, frozen=True):
 
 
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
-    """Everybody is here. A worker is told its own tokens alone, a server the tokens for itself alone.
+    """Everybody is here, and tensors move by `transport`, because of `why`.
+
+    A worker is told its own tokens alone, a server the tokens for itself alone.
 
     Workers get it when every server has answered it with `Admitting`, so that none knocks before it is expected.
     """
 
     servers: list[ServerEntry]
     workers: list[WorkerEntry]
+    transport: str
+    why: str
 
 
 class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
@@ -250,8 +267,8 @@ class MemberLeft(msgspec.Struct, frozen=True, tag="member_left"):
 class JobFailed(msgspec.Struct, frozen=True, tag="job_failed"):
     """The job cannot go on. `text` names the first cause, `role` and `index` whose it is.
 
-    Kinds: died, silent, left, timeout, connection, protocol, interrupted, mismatch, coordinator_lost, and whatever kind
-    a member gave in `Failed`.
+    Kinds: died, silent, left, timeout, connection, protocol, interrupted, mismatch, transport, coordinator_lost, and
+    whatever kind a member gave in `Failed`.
     """
 
     kind: str
@@ -293,6 +310,8 @@ def job_error(message: JobFailed | FlowRejected) -> JaxRdmaError:
         return MismatchError(message.text)
     if message.kind == "timeout":
         return ConnectError(message.text)
+    if message.kind == "transport":
+        return TransportError(message.text)
     return PeerFailedError(message.text, kind=message.kind, role=message.role, index=message.index)
 
 
@@ -309,6 +328,10 @@ def _no_progress() -> tuple[int, str]:
     return -1, "started"
 
 
+def _tcp_alone() -> Offer:
+    return Offer("tcp", verbs=False, why="asks for tcp")
+
+
 class ControlClient:
     """A process's place in its job: the open stream to the coordinator, and the two threads that serve it.
 
@@ -323,6 +346,8 @@ class ControlClient:
       their order. It must be quick, and may call any method here but `reach`, `join`, `wait` and `leave`. The loss of
       the coordinator arrives as `JobFailed(kind="coordinator_lost")`.
     - `say`: prints one line of progress.
+    - `offer`: how this process can move tensors; asked for once the coordinator can be reached, so that there is a
+      route to it. What it raises, `join` raises.
     - `progress`: the last step done (-1: none) and a word on what this process does, for the heartbeats.
     """
 
@@ -335,8 +360,10 @@ class ControlClient:
         on_message: Callable[[Message], None] = _ignore,
         say: Callable[[str], None] = say_on_stderr,
         progress: Callable[[], tuple[int, str]] = _no_progress,
+        offer: Callable[[], Offer] = _tcp_alone,
     ) -> None:
         self._spec = spec
+        self._offer = offer
         self._on_message = on_message
         self._say = say
         self._progress = progress
@@ -349,6 +376,7 @@ class ControlClient:
             secret=spec.secret,
             host=platform.node(),
             pid=os.getpid(),
+            offer=_tcp_alone(),
             settings=spec.shared_settings(),
         )
         # Guards everything below; notified whenever something arrived or the stream ended.
@@ -525,6 +553,7 @@ class ControlClient:
             )
         except OSError as error:
             return _describe(error)
+        self._hello = msgspec.structs.replace(self._hello, offer=self._offer())
         stream = _Stream(target)
         with self._condition:
             self._stream = stream

@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ from jaxrdma.control import (
     JobFailed,
     Left,
     MemberLeft,
+    Offer,
     Refused,
     Roster,
     ServerEntry,
@@ -56,6 +57,7 @@ ROOT_CAUSE_SECONDS = (
 )
 LINGER_SECONDS = 5.0  # after a failure, for the members to hear of it and go
 SHUTDOWN_SECONDS = 8.0  # for the servers to say goodbye when all workers have left
+ASKED = "asked for"  # why a transport is used that all processes ask for
 TOKEN_BYTES = 16  # as native/fabric/fabric.h wants them
 _ALIVE_SECONDS = 1.0
 _TICK_SECONDS = 0.25
@@ -108,6 +110,25 @@ class _Flow:
     started: bool = False
 
 
+def decide_transport(offers: Mapping[str, Offer]) -> tuple[str, str]:
+    """The transport of a job, and why, from what its processes offer, by name; empty, and why, if there is none.
+
+    One for all. Who asks for verbs gets it or an error; who leaves it open gets verbs if everybody can.
+    """
+    wanted = {offer.wanted for offer in offers.values()}
+    unable = next((f"{name} {o.why}" for name, o in offers.items() if not o.verbs), "")
+    if wanted == {"auto"}:
+        return ("tcp", unable) if unable else ("verbs", "every process can use it")
+    (asked,) = wanted - {"auto"}
+    asker = next(name for name, offer in offers.items() if offer.wanted == asked)
+    if asked == "verbs" and unable:
+        return (
+            "",
+            f"{asker} asks for transport verbs, but {unable}. `jaxrdma doctor` tells more there",
+        )
+    return asked, ASKED if len(wanted) == 1 else f"{asker} asks for it"
+
+
 class Membership:
     """Everything the coordinator knows and decides, as a state machine.
 
@@ -151,6 +172,7 @@ class Membership:
         self._last_tick = now
         self._refusal: tuple[float, str] | None = None
         self._started = False  # everybody is here, and every server lets the workers in
+        self._transport = ("", "")  # what the job uses, and why; once all are here
         self._tokens: dict[tuple[int, int], bytes] = {}  # by worker and server; once all are here
         self._admit: set[int] = set()
         self._shutdown_since: float | None = None
@@ -285,6 +307,11 @@ class Membership:
             return out + self._dismiss()
         self._places[hello.role, hello.index] = member
         if not self._missing():
+            names = {m.name: m.hello.offer for role in ROLES for m in self._of(role)}
+            transport, why = decide_transport(names)
+            if not transport:
+                return [*out, *self._fail("transport", why, None, now)]
+            self._transport = transport, why
             self._tokens = {
                 (w.hello.index, s.hello.index): self._token()
                 for w in self._of("worker")
@@ -357,6 +384,16 @@ class Membership:
                         f"Set JAXRDMA_{name.upper()} alike on every process.",
                     )
             break  # those who are here are alike
+        for member in self._members.values():
+            if launches or member.launches:
+                continue
+            theirs, ours = hello.offer.wanted, member.hello.offer.wanted
+            if {theirs, ours} == {"tcp", "verbs"}:
+                return Refused(
+                    "settings",
+                    f"{who} asks for transport {theirs}, {member.name} ({member.place}) for {ours}. "
+                    "Set JAXRDMA_TRANSPORT alike on every process, or auto.",
+                )
         return None
 
     def _duplicate(self, first: _Member, who: str) -> str:
@@ -391,6 +428,7 @@ class Membership:
                 WorkerEntry(w.hello.index, w.hello.host, w.hello.pid, w.hello.incarnation)
                 for w in self._of("worker")
             ],
+            *self._transport,
         )
 
     # --- flows ---
@@ -731,6 +769,7 @@ class Coordinator:
         self._queues: dict[int, asyncio.Queue[CoordinatorMessage | None]] = {}
         self._next_id = 0
         self._said = time.monotonic()
+        self._told_transport = False
         self._changed = asyncio.Event()
         self._server: Any = None
 
@@ -833,6 +872,10 @@ class Coordinator:
         for member, message in out:
             if isinstance(message, Refused):
                 self._say(f"refused: {message.text}")
+            if isinstance(message, Roster) and not self._told_transport:
+                self._told_transport = True
+                if message.why != ASKED:  # or everybody knows
+                    self._say(f"transport {message.transport}: {message.why}")
             outgoing = self._queues.get(member)
             if outgoing is not None:
                 outgoing.put_nowait(message)

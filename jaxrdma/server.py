@@ -96,6 +96,7 @@ class _Server:
             secrets.randbits(63),
             on_message=self._on_message,
             progress=lambda: (self._step, "serving"),
+            offer=lambda: transport.offer(spec, transport.place(spec, listen)),
         )
         self._watch = SignalWatch(self._on_signal)
 
@@ -120,7 +121,7 @@ class _Server:
             # joins before anything else may fail: the others learn of failures through the client
             roster = self._client.join()
             try:
-                self._made = self._make_engine()
+                self._made = self._make_engine(roster.transport)
             except JaxRdmaError as error:
                 return self._fail("raised", str(error))
             self._made.wake()  # for what came before there was an engine to be woken
@@ -144,12 +145,12 @@ class _Server:
                 if code is not None:
                     return code
 
-    def _make_engine(self) -> "_native.ServerEngine":
+    def _make_engine(self, name: str) -> "_native.ServerEngine":
         from jaxrdma.native import raise_for, transport_options
 
         spec, native = self._spec, self._native
         source = None
-        if spec.transport == "verbs":
+        if name == "verbs":
             ranking = transport.choose(spec, transport.place(spec, self._listen))
             control.say_on_stderr(f"server {spec.index}: {transport.describe(ranking)}")
             source = ranking.choice
@@ -167,7 +168,7 @@ class _Server:
                 slots_per_worker=SLOTS_PER_WORKER,
                 ordered=spec.ordered,
                 spin_us=spec.spin_us if spec.spin_us is not None else native.DEFAULT_SPIN_US,
-                **transport_options(spec, "tcp" if source is None else "verbs", source),
+                **transport_options(spec, name, source),
             )
         )
 

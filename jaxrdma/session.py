@@ -75,7 +75,7 @@ def connect(
     - `coordinator`: "host:port".
     - `index`: which worker this is. Worker 0 is the chief: its parameters start the job.
     - `num_workers`, `num_servers`: the size of the job, equal everywhere.
-    - `transport`: "auto" (which is tcp), "tcp" or "verbs".
+    - `transport`: "tcp", "verbs", or "auto": verbs if every process of the job can, else tcp.
     - `connect_timeout`: seconds to wait for the others.
     - `settings`: any other field of `ClusterSpec`.
 
@@ -115,6 +115,7 @@ class Session:
         self._verdict = threading.Event()
         self._incarnation = secrets.randbits(63)
         self._made: _native.WorkerEngine | None = None
+        self._why = ""  # this transport
         self._locked: Locked | None = None  # over verbs
         if spec.transport == "verbs":
             transport.check_verbs(spec)
@@ -128,6 +129,7 @@ class Session:
             self._incarnation,
             on_message=self._on_message,
             progress=self._progress,
+            offer=lambda: transport.offer(spec, transport.place(spec)),
         )
         try:
             self._join()
@@ -227,14 +229,13 @@ class Session:
         """Counts so far; also after `close`."""
         stats = self._engine.stats()
         name = self._engine.transport
-        why = "asked for" if self._spec.transport != "auto" else "the default"
         return Stats(
             steps=stats.steps,
             gradients_accepted=stats.gradients_accepted,
             gradients_dropped=stats.gradients_dropped,
             bytes_pushed=stats.bytes_pushed,
             bytes_pulled=stats.bytes_pulled,
-            transport=[(f"server {i}", name, why) for i in range(self.num_servers)],
+            transport=[(f"server {i}", name, self._why) for i in range(self.num_servers)],
         )
 
     def trace(self) -> NDArray[Any]:
@@ -271,7 +272,8 @@ class Session:
         roster = self._client.join()
         servers = sorted(roster.servers, key=lambda entry: entry.index)
         addresses = [entry.address for entry in servers]
-        self._made = self._make_engine(addresses)
+        self._why = roster.why
+        self._made = self._make_engine(roster.transport, addresses)
         if self._client.failure is not None:
             raise self._client.failure  # came while there was no engine to be told
         status = self._engine.connect(
@@ -286,10 +288,10 @@ class Session:
         _register_target()
         _native.register_session(self.id, self._engine)
 
-    def _make_engine(self, servers: list[str]) -> "_native.WorkerEngine":
+    def _make_engine(self, name: str, servers: list[str]) -> "_native.WorkerEngine":
         spec = self._spec
         source = None
-        if spec.transport == "verbs":
+        if name == "verbs":
             ranking = transport.choose(spec, transport.place(spec, servers=servers))
             control.say_on_stderr(f"worker {self.index}: {transport.describe(ranking)}")
             source = ranking.choice
@@ -301,7 +303,7 @@ class Session:
             spec.job,
             self._incarnation,
             spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
-            **transport_options(spec, "tcp" if source is None else "verbs", source),
+            **transport_options(spec, name, source),
         )
         return raise_for(engine)
 

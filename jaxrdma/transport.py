@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from jaxrdma import devices
 from jaxrdma.cluster import ClusterSpec, parse_address
+from jaxrdma.control import Offer
 from jaxrdma.errors import TransportError
+from jaxrdma.memory import bytes_text, connections_bytes, read_lock_limit
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,40 @@ def _choice(survey: devices.Survey) -> devices.Ranking:
             f"transport verbs cannot be used: {ranking.reason}. `jaxrdma doctor` tells what this machine lacks"
         )
     return ranking
+
+
+def offer(spec: ClusterSpec, where: Place) -> Offer:
+    """How this process can move tensors to and from `where`. Where verbs is asked for, `check_verbs` has looked.
+
+    **Raises:** `ConfigError` if the settings name what is not there.
+    """
+    if spec.transport != "auto":
+        wants_verbs = spec.transport == "verbs"
+        return Offer(spec.transport, wants_verbs, "" if wants_verbs else "asks for tcp")
+    why = why_not_verbs(spec, where)
+    return Offer("auto", not why, why)
+
+
+def why_not_verbs(spec: ClusterSpec, where: Place) -> str:
+    """Why "auto" does not take verbs for this process, as in "worker 1 has no RDMA device"; empty if it does."""
+    peer, _ = devices.find_route(where.host)
+    if peer.is_loopback:
+        return "is on loopback"
+    if not devices.kernel_devices():
+        return "has no RDMA device"
+    survey = devices.survey(where.host, spec.verbs, "native", where.own)
+    ranking = survey.ranking
+    if ranking.choice is None:
+        return f"has no RDMA device to use: {ranking.reason}"
+    if not ranking.choice.port.active:
+        return f"has no active port: {ranking.choice.name} is {ranking.choice.port.state}"
+    if not ranking.on_route:
+        return f"does not reach {where.host} by an RDMA device, but from {survey.source}"
+    peers = spec.num_servers if spec.role == "worker" else spec.num_workers
+    need, limit = connections_bytes(peers, spec.partition_bytes), read_lock_limit()
+    if not limit.allows(need):
+        return f"may not lock enough memory: it needs {bytes_text(need)}; {limit.text}"
+    return ""
 
 
 def check_verbs(spec: ClusterSpec) -> None:

@@ -28,7 +28,7 @@ def test_the_demo_learns_the_digits_and_ends_with_its_table(no_leftovers: None) 
     assert float(rows["accuracy on held-out images"]) >= 0.97
     assert rows["gradients accepted"] == rows["steps"]
     assert rows["gradients dropped"] == "0"
-    assert rows["transport to server 0"].startswith("tcp")
+    assert rows["transport to server 0"] == "tcp (worker 0 is on loopback)"
     # One gradient up and one set of parameters down for each step, and the chief's parameters at the start.
     pushed, pulled = (int(rows[f"bytes {what}"].replace(",", "")) for what in ("pushed", "pulled"))
     parameters = 4 * (3 * 3 * 32 + 32 + 3 * 3 * 32 * 64 + 64 + 1024 * 128 + 128 + 128 * 10 + 10)

@@ -26,6 +26,7 @@ from jaxrdma.control import (
     LeafSpec,
     Left,
     MemberLeft,
+    Offer,
     Refused,
     Roster,
     Shutdown,
@@ -33,6 +34,7 @@ from jaxrdma.control import (
     Welcome,
 )
 from jaxrdma.coordinator import LINGER_SECONDS, ROOT_CAUSE_SECONDS, SHUTDOWN_SECONDS, Membership
+from jaxrdma.errors import TransportError
 
 LEAF = LeafSpec("params['w']", (2, 3), "float32")
 
@@ -47,6 +49,7 @@ def hello(role: str, index: int, **changes) -> Hello:
         "secret": "s",
         "host": "host-a",
         "pid": 100 + index,
+        "offer": Offer("tcp", verbs=False, why="asks for tcp"),
         "settings": {"num_workers": 2, "num_servers": 2, "partition_bytes": 64, "ordered": False},
     }
     return Hello(**{**values, **changes})
@@ -175,6 +178,55 @@ def test_a_worker_is_told_where_the_servers_let_it_in_and_a_server_must_say_it(j
         job.join(name)
     job.say("s0", Admitting(""))
     assert "server 0 (host-a, pid 100) gave no address for data" in job.failure.text
+
+
+AUTO, NONE = Offer("auto", True, ""), Offer("auto", False, "has no RDMA device")
+VERBS, TCP = Offer("verbs", True, ""), Offer("tcp", False, "asks for tcp")
+
+
+@pytest.mark.parametrize(
+    ("offers", "transport", "why"),
+    [
+        ({}, "verbs", "every process can use it"),
+        ({"w1": NONE}, "tcp", "worker 1 has no RDMA device"),
+        ({"s1": NONE, "w0": TCP}, "tcp", "worker 0 asks for it"),
+        ({"w0": VERBS}, "verbs", "worker 0 asks for it"),
+        (dict.fromkeys(("w0", "w1", "s0", "s1"), VERBS), "verbs", "asked for"),
+        (dict.fromkeys(("w0", "w1", "s0", "s1"), TCP), "tcp", "asked for"),
+    ],
+)
+def test_all_processes_are_told_the_one_transport_that_all_can_use(offers, transport, why):
+    job = Job()
+    for name in ("s0", "w1", "w0", "s1"):
+        job.join(name, offer=offers.get(name, AUTO))
+    job.say("s0", Admitting("127.0.0.1:1"))
+    job.say("s1", Admitting("127.0.0.1:1"))
+    told = {(job.last(name, Roster).transport, job.last(name, Roster).why) for name in job.got}
+    assert told == {(transport, why)}
+
+
+def test_verbs_asked_for_where_somebody_cannot_fails_the_job_naming_both():
+    job = Job(1, 1)
+    job.join("s0", offer=NONE)
+    job.join("w0", offer=VERBS)
+    assert job.failure.kind == "transport"
+    assert "worker 0 asks for transport verbs, but server 0 has no RDMA device" in job.failure.text
+    for name in ("s0", "w0"):
+        assert job.last(name, JobFailed) == job.failure
+    assert isinstance(control.job_error(job.failure), TransportError)
+
+
+def test_two_that_ask_for_different_transports_are_both_named():
+    job = Job()
+    job.join("s0", offer=VERBS)
+    job.join("w0", offer=AUTO)
+    job.join("w1", offer=TCP)
+    text = job.last("w1", Refused).text
+    assert (
+        "worker 1 (host-a, pid 101) asks for transport tcp, server 0 (host-a, pid 100) for verbs"
+        in text
+    )
+    assert "JAXRDMA_TRANSPORT" in text
 
 
 def test_waiting_names_who_is_missing_and_since_when():

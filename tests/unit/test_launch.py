@@ -77,10 +77,10 @@ from jaxrdma.control import Admitting, ControlClient, Shutdown
 from jaxrdma.errors import JaxRdmaError
 
 def run_server(spec, listen):
-    client = ControlClient(spec, "server", spec.index, 1, "127.0.0.1:1")
+    client = ControlClient(spec, "server", spec.index, 1)
     try:
         client.join()
-        client.send(Admitting())
+        client.send(Admitting("127.0.0.1:1"))
         client.wait(lambda message: isinstance(message, Shutdown))
         client.leave(-1)
         return 0

@@ -4,13 +4,16 @@ import ipaddress
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from jaxrdma import devices, transport
 from jaxrdma.cluster import ClusterSpec, VerbsSettings
+from jaxrdma.control import Offer
 from jaxrdma.devices import Device, Gid, Inventory, Port
 from jaxrdma.errors import ConfigError, TransportError
+from jaxrdma.memory import LockLimit
 from jaxrdma.native import transport_options
 from jaxrdma.transport import Place
 
@@ -107,6 +110,48 @@ def test_what_is_not_there_is_refused_and_none_to_use_names_the_reason(machine):
         transport.check_verbs(spec(verbs={"gid_index": 4}))
     with pytest.raises(TransportError, match="cannot be used: mlx5_2 port 1: its port is DOWN"):
         transport.check_verbs(spec(verbs={"device": "mlx5_2"}))
+
+
+def offer(place: Place, **changes):
+    return transport.offer(spec(**changes), place)
+
+
+def test_auto_offers_verbs_where_the_route_goes_by_a_device(machine, monkeypatch):
+    assert offer(Place("10.0.1.9")) == Offer("auto", True, "")
+    assert offer(Place("10.0.1.1", own=True)).verbs
+    assert offer(Place("10.0.0.9"), transport="verbs") == Offer("verbs", True, "")
+    assert offer(Place("10.0.0.9"), transport="tcp") == Offer("tcp", False, "asks for tcp")
+    for place, settings, why in (
+        (Place("127.0.0.1"), {}, "is on loopback"),
+        (Place("10.0.2.9"), {}, "does not reach 10.0.2.9 by an RDMA device, but from 10.0.2.1"),
+        (Place("10.0.9.9"), {}, "does not reach 10.0.9.9 by an RDMA device"),
+        (
+            Place("10.0.2.9"),
+            {"device": "mlx5_2"},
+            "has no RDMA device to use: mlx5_2 port 1: its port",
+        ),
+        (
+            Place("10.0.2.9"),
+            {"device": "mlx5_2", "port": 1},
+            "has no active port: mlx5_2 port 1 GID",
+        ),
+    ):
+        made = offer(place, verbs=settings)
+        assert not made.verbs and made.why.startswith(why), made
+    with pytest.raises(ConfigError, match="did you mean"):
+        offer(Place("10.0.0.9"), verbs={"device": "mlx9"})
+    monkeypatch.setattr(transport, "read_lock_limit", lambda: LockLimit(65536, 65536, False))
+    made = offer(Place("10.0.0.9"))
+    assert made.why.startswith("may not lock enough memory: it needs 16.25 MiB; limit of this")
+    monkeypatch.setattr(devices, "kernel_devices", lambda: ())
+    assert offer(Place("10.0.0.9")).why == "has no RDMA device"
+
+
+def test_infiniband_needs_no_route(machine, monkeypatch):
+    (port,) = MACHINE[0].ports
+    ib = replace(MACHINE[0], ports=(replace(port, link_layer="InfiniBand"),))
+    monkeypatch.setattr(devices, "read_devices", lambda reader: Inventory(reader, "", (ib,)))
+    assert offer(Place("10.0.9.9")).verbs
 
 
 def test_verbs_where_there_is_none_is_a_named_error_with_the_cure():
