@@ -74,9 +74,9 @@ fabric::Slice Aggregate::location_slice(const Piece& piece) {
 
 void Aggregate::break_seal() {
   std::atomic_ref<uint64_t> sequence(seal->sequence);
+  // Nothing that is written after this may be seen before it.
   if (sequence.load(std::memory_order_relaxed) % 2 == 0)
-    sequence.fetch_add(1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+    sequence.fetch_add(1, std::memory_order_seq_cst);
 }
 
 void Aggregate::set_seal(int64_t step) {
