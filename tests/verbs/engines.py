@@ -5,12 +5,15 @@
 
 Every process of a job is given the same --servers, --workers, --elements and --partition-bytes. With --update on all of
 them, servers keep parameters and leave them as they are: a worker with --init gives them, one with --read reads them in
-the servers' memory. A failure is said as "failed CODE: MESSAGE", with exit status 3.
+the servers' memory. With --coordinator HOST:PORT the device is chosen as a job does it, by the route to its peer and
+JAXRDMA_*, and said in a line that begins with "verbs, "; nobody needs to listen there. A failure is said as
+"failed CODE: MESSAGE", with exit status 3.
 """
 
 import argparse
 import sys
 import time
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +38,13 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def pinned() -> str:
+    """Memory of this process that devices have locked, as the kernel counts it."""
+    with open("/proc/self/status") as status:
+        (line,) = [line for line in status if line.startswith("VmPin:")]
+    return line.split()[1]
+
+
 def checked(status: object) -> None:
     if isinstance(status, _native.Status) and not status.ok:
         say(f"failed {status.code.name}: {status.message}")
@@ -57,8 +67,43 @@ def flow(args: argparse.Namespace) -> _native.FlowSpec:
     )
 
 
-def verbs_options(args: argparse.Namespace) -> _native.VerbsOptions:
-    options = _native.VerbsOptions()
+def chosen(args: argparse.Namespace, listen: str | None) -> dict[str, Any]:
+    """How the bytes travel, as a worker or server of a job would find it."""
+    if args.coordinator is None:
+        return {
+            "transport": args.transport,
+            "verbs": with_settings(args, _native.VerbsOptions()),
+        }
+    # Not for those who do not need it: modules take their time in a guest.
+    from jaxrdma import transport
+    from jaxrdma.cluster import ClusterSpec
+    from jaxrdma.errors import JaxRdmaError
+    from jaxrdma.memory import Locked, connections_bytes
+    from jaxrdma.native import transport_options
+
+    spec = ClusterSpec.from_environment(
+        role=args.role,
+        index=args.index,
+        coordinator=args.coordinator,
+        num_workers=args.workers,
+        num_servers=args.servers,
+        transport=args.transport,
+    )
+    try:
+        ranking = transport.choose(spec, transport.place(spec, listen, args.address))
+        say(transport.describe(ranking))
+        peers = args.workers if listen is not None else args.servers
+        need = connections_bytes(peers, args.partition_bytes)
+        Locked(f"{args.role} {args.index}", say).add("its connections", need)
+    except JaxRdmaError as error:
+        say(f"failed {type(error).__name__}: {error}")
+        sys.exit(3)
+    made = transport_options(spec, "verbs", ranking.choice)
+    with_settings(args, made["verbs"])
+    return {**made}
+
+
+def with_settings(args: argparse.Namespace, options: _native.VerbsOptions) -> _native.VerbsOptions:
     for setting in args.verbs:
         name, _, value = setting.partition("=")
         setattr(options, name, value if name == "device" else int(value))
@@ -74,8 +119,7 @@ def serve(args: argparse.Namespace) -> None:
         listen=args.listen,
         partition_bytes=args.partition_bytes,
         ordered=True,
-        transport=args.transport,
-        verbs=verbs_options(args),
+        **chosen(args, args.listen),
     )
     checked(engine)
     assert isinstance(engine, _native.ServerEngine)
@@ -83,6 +127,7 @@ def serve(args: argparse.Namespace) -> None:
         checked(engine.admit(worker, worker + 1, token(worker, args.index)))
     checked(engine.add_flow(flow(args)))
     say(f"transport {engine.transport}")
+    say(f"pinned {pinned()} KiB")
     say(f"listening {engine.address}")
     while True:
         event = engine.wait_event()
@@ -96,8 +141,7 @@ def work(args: argparse.Namespace) -> None:
         args.index,
         JOB,
         args.index + 1,
-        transport=args.transport,
-        verbs=verbs_options(args),
+        **chosen(args, None),
     )
     checked(engine)
     assert isinstance(engine, _native.WorkerEngine)
@@ -106,6 +150,8 @@ def work(args: argparse.Namespace) -> None:
     spec = flow(args)
     checked(engine.add_flow(spec))
     say(f"transport {engine.transport}")
+    if engine.notice:
+        say(f"notice {engine.notice}")
     if args.init:
         given = gradient(args.elements, PARAMETERS_OF, 0).view(np.uint8)
         kind = _native.OperationKind.INIT
@@ -141,6 +187,7 @@ def work(args: argparse.Namespace) -> None:
         time.sleep(args.idle)
         share = (time.process_time() - cpu) / (time.monotonic() - began)
         say(f"idle {share:.5f} of a core")
+    say(f"pinned {pinned()} KiB")
     say("done")
     engine.close()
 
@@ -162,6 +209,9 @@ def main() -> None:
     parser.add_argument("--read", action="store_true")
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--transport", default="verbs")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="choose the device as a job does"
+    )
     parser.add_argument("--verbs", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
     if args.role == "server":

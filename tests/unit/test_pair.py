@@ -1,0 +1,194 @@
+"""Two machines as a pair: what fits and what does not, and a real visit over loopback."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from jaxrdma import devices, pair
+from jaxrdma.cluster import VerbsSettings
+from jaxrdma.doctor import FAILED, OK, WARNING
+from jaxrdma.pair import Side
+
+HERE = Side("a", choice="mlx5_0 port 1", reason="RoCE v2", link_layer="Ethernet", mtu=4096)
+THERE = replace(HERE, host="b")
+NOTHING = VerbsSettings()
+
+
+def outcomes(here: Side, there: Side) -> dict[str, str]:
+    return {check.name: check.outcome for check in pair.examine_sides(here, there)}
+
+
+def test_devices_that_fit_are_good_and_what_does_not_fit_is_named():
+    assert set(outcomes(HERE, THERE).values()) == {OK}
+    assert outcomes(HERE, replace(THERE, problem="none")) == {
+        "device here": OK,
+        "device there": FAILED,
+    }
+    assert outcomes(replace(HERE, doubt="another way"), THERE)["device here"] == WARNING
+    assert outcomes(HERE, replace(THERE, link_layer="InfiniBand"))["link layers"] == FAILED
+    checks = pair.examine_sides(HERE, replace(THERE, mtu=1024))
+    assert checks[-1].outcome == WARNING
+    assert "4096 bytes of payload per packet here, 1024 there: the smaller" in checks[-1].found
+
+
+def test_auto_probes_verbs_if_both_can():
+    assert pair.choose_transport("auto", HERE, THERE, False)[0] == "verbs"
+    assert pair.choose_transport("auto", HERE, THERE, True) == ("tcp", "both are on loopback")
+    for wrong in (replace(THERE, problem="none"), replace(THERE, doubt="another way")):
+        chosen = pair.choose_transport("auto", HERE, wrong, False)
+        assert chosen == ("tcp", "b has no device to use")
+        assert pair.choose_transport("verbs", HERE, wrong, False)[0] == "verbs"
+
+
+class Listener:
+    """`jaxrdma doctor --listen` as a process."""
+
+    def __init__(self, secret: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jaxrdma", "doctor", "--listen", "0", "--json"],
+            env=environment(secret),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        said = self.process.stderr.readline()
+        found = re.search(r"waiting at (\S+):(\d+) for", said)
+        assert found, said + self.process.stderr.read()
+        self.host, self.port = found[1], int(found[2])
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+def environment(secret: str) -> dict[str, str]:
+    made = {k: v for k, v in os.environ.items() if not k.startswith("JAXRDMA_")}
+    return made | ({"JAXRDMA_SECRET": secret} if secret else {})
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener("open sesame")
+    yield listener
+    if listener.process.poll() is None:
+        listener.process.kill()
+    listener.process.communicate()
+
+
+def visit(port: int, *arguments: str, secret: str = "open sesame") -> tuple[int, dict]:
+    command = [sys.executable, "-m", "jaxrdma", "doctor", "--peer", f"127.0.0.1:{port}", "--json"]
+    result = subprocess.run(
+        [*command, *arguments],
+        env=environment(secret),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode in (0, 1), result.stderr
+    made = json.loads(result.stdout)
+    assert made["ok"] == (result.returncode == 0)
+    return result.returncode, {check["name"]: check for check in made["checks"]}
+
+
+def test_a_visit_measures_the_pair_over_tcp_and_both_show_it(listener):
+    assert listener.host == "0.0.0.0"  # with a secret
+    code, checks = visit(listener.port, "--transport", "tcp")
+    assert code == 0, checks
+    assert list(checks) == ["name", "route", "tcp", "probe over tcp", "latency", "bandwidth"]
+    assert float(checks["latency"]["found"].split()[0]) > 0
+    assert float(checks["bandwidth"]["found"].split()[0]) > 0
+    code, out, err = listener.end()
+    assert code == 0, err
+    assert [check["name"] for check in json.loads(out)["checks"]] == list(checks)
+
+
+def test_who_does_not_know_the_secret_is_sent_away_and_the_next_one_awaited(listener):
+    for wrong in ("guess", ""):
+        code, checks = visit(listener.port, "--transport", "tcp", secret=wrong)
+        assert code == 1
+        assert "secrets of the two machines differ" in checks["secret"]["found"]
+        assert "JAXRDMA_SECRET" in checks["secret"]["advice"]
+    with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert b"refused" not in stranger.makefile("rb").read()
+    if not devices.kernel_devices():
+        code, checks = visit(listener.port)
+        assert code == 1  # no devices: said of both, and the way there is measured all the same
+        for side in ("here", "there"):
+            assert checks[f"device {side}"]["outcome"] == FAILED
+        assert checks["probe over tcp"]["outcome"] == OK
+        code, _, err = listener.end()
+        assert code == 1
+        assert err.count("it does not know the secret") == 2
+        assert "no `jaxrdma doctor" in err
+
+
+def test_a_listener_that_does_not_know_the_secret_is_not_believed():
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        port = impostor.getsockname()[1]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxrdma", "doctor", "--peer", f"127.0.0.1:{port}", "--json"],
+            env=environment("s"),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        sock, _ = impostor.accept()
+        with sock:
+            line = pair._Line(sock)
+            line.send(pair.Greeting(pair.PROTOCOL, b"n" * 16))
+            line.receive(20, pair.Knock)
+            line.send(pair.Enter(b"p" * 32, THERE))
+            out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    last = json.loads(out)["checks"][-1]
+    assert last["name"] == "secret"
+    assert "does not know the secret" in last["found"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "name", "words"),
+    [
+        ("no-such-host.invalid:7", "name", "/etc/hosts"),
+        ("127.0.0.1:1", "tcp", "doctor --listen 1` there first"),
+    ],
+)
+def test_what_cannot_be_reached_is_told_with_what_to_do(peer, name, words):
+    checks = pair.visit(peer, "tcp", "s", NOTHING)
+    assert (checks[-1].name, checks[-1].outcome) == (name, FAILED)
+    assert words in checks[-1].advice
+
+
+def test_one_that_is_no_doctor_is_told(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(20)
+        monkeypatch.setattr(pair, "_ANSWER_SECONDS", 0.2)
+        checks = pair.visit(f"127.0.0.1:{other.getsockname()[1]}", "tcp", "s", NOTHING)
+    assert checks[-1].name == "counterpart"
+    assert "said nothing for 0 s" in checks[-1].found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--peer", "192.0.2.1:7"], "needs a secret"),
+        (["--listen", "192.0.2.1:7"], "there is no secret"),
+        (["--transport", "tcp"], "belong to --peer"),
+        (["--listen", "7", "--transport", "tcp"], "for the other half"),
+        (["--listen", "127.0.0.1:x"], "expected a port"),
+        (["--peer", "nowhere"], "expected host:port"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, words, monkeypatch, capsys):
+    from jaxrdma import cli
+
+    monkeypatch.delenv("JAXRDMA_SECRET", raising=False)
+    assert cli.main(["doctor", *arguments]) == 2
+    assert words in capsys.readouterr().err
