@@ -356,14 +356,13 @@ void VerbsFabric::read_async_events() {
   ibv_async_event event{};
   while (ibv_get_async_event(device_->context(), &event) == 0) {
     const char* what = ibv_event_type_str(event.event_type);
-    const auto of_queue_pair = [&](bool path) {
-      for (auto& [id, endpoint] : endpoints_) {
-        if (endpoint->queue_pair() != nullptr &&
-            endpoint->queue_pair()->number() == event.element.qp->qp_num) {
-          endpoint->on_queue_pair_event(what, path);
-        }
-      }
-    };
+    const bool path = event.event_type == IBV_EVENT_QP_FATAL;
+    const bool of_queue_pair = path || event.event_type == IBV_EVENT_QP_REQ_ERR ||
+                               event.event_type == IBV_EVENT_QP_ACCESS_ERR;
+    const uint32_t number = of_queue_pair ? event.element.qp->qp_num : 0;
+    // Before anything is done about it: whoever destroys a queue waits until every event of it is
+    // acknowledged.
+    ibv_ack_async_event(&event);
     switch (event.event_type) {
       case IBV_EVENT_PORT_ERR:
         if (event.element.port_num != port_.number) break;
@@ -376,15 +375,22 @@ void VerbsFabric::read_async_events() {
         for (auto& [id, endpoint] : endpoints_) endpoint->on_port_active();
         break;
       case IBV_EVENT_QP_FATAL:
-        of_queue_pair(true);
-        break;
       case IBV_EVENT_QP_REQ_ERR:
       case IBV_EVENT_QP_ACCESS_ERR:
-        of_queue_pair(false);
+        for (auto& [id, endpoint] : endpoints_) {
+          if (endpoint->queue_pair() != nullptr && endpoint->queue_pair()->number() == number)
+            endpoint->on_queue_pair_event(what, path);
+        }
         break;
       case IBV_EVENT_CQ_ERR:
       case IBV_EVENT_DEVICE_FATAL:
         for (auto& [id, endpoint] : endpoints_) {
+          // Each connection has a completion queue of its own.
+          if (event.event_type == IBV_EVENT_CQ_ERR &&
+              (endpoint->queue_pair() == nullptr ||
+               endpoint->queue_pair()->completion_queue() != event.element.cq)) {
+            continue;
+          }
           endpoint->fail({Code::kUnavailable, "device " + device_->name() + " reported \"" + what +
                                                   "\": it cannot be used any more"});
         }
@@ -392,7 +398,6 @@ void VerbsFabric::read_async_events() {
       default:
         break;
     }
-    ibv_ack_async_event(&event);
   }
 }
 
