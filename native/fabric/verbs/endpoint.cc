@@ -558,7 +558,8 @@ std::string VerbsEndpoint::link_text() const {
 }
 
 void VerbsEndpoint::break_link(const std::string& why) {
-  if (dead() || ended_ || state_ == State::kDraining) return;
+  // Of one that closes there is no queue pair left to break.
+  if (dead() || ended_ || state_ == State::kDraining || state_ == State::kClosing) return;
   if (!connected_) {
     end({Code::kUnavailable, "the verbs connection to " + peer_ + " could not be made: " + why});
     return;
@@ -816,7 +817,8 @@ void VerbsEndpoint::finish(bool flush) {
 
 /// Ends for a reason of our own, which the peer is told.
 void VerbsEndpoint::end(Status why) {
-  if (dead() || ended_) return;
+  // One that closes ends with its owner's reason.
+  if (dead() || ended_ || state_ == State::kClosing) return;
   drop_queue_pair();
   state_ = State::kClosing;
   set_deadline(kNever);
