@@ -107,8 +107,10 @@ std::vector<GidEntry> query_gids(ibv_context* context, const std::string& device
 Result<PortInfo> query_port(ibv_context* context, const std::string& device, uint8_t number) {
   ibv_port_attr attributes{};
   if (const int error = ibv_query_port(context, number, &attributes); error != 0) {
-    return Status(Code::kInvalidArgument, "device " + device + " has no port " +
-                                              std::to_string(number) + ": " + errno_text(error));
+    const std::string text = std::to_string(number) + ": " + errno_text(error);
+    return error == EINVAL
+               ? Status(Code::kInvalidArgument, "device " + device + " has no port " + text)
+               : Status(Code::kUnavailable, "device " + device + " did not tell of port " + text);
   }
   PortInfo port{};
   port.number = number;
@@ -222,10 +224,10 @@ Result<PortInfo> Device::port(uint8_t number) const {
   std::string states;
   for (uint8_t i = 1; i <= attributes_.phys_port_cnt; ++i) {
     auto port = query_port(context(), name_, i);
-    if (!port.ok()) continue;
-    if (port.value().active) return port;
-    states +=
-        (states.empty() ? "port " : ", port ") + std::to_string(i) + " is " + port.value().state;
+    if (port.ok() && port.value().active) return port;
+    states += (states.empty() ? "" : ", ") +
+              (port.ok() ? "port " + std::to_string(i) + " is " + port.value().state
+                         : port.status().message());
   }
   return Status(Code::kUnavailable,
                 "no port of device " + name_ + " is active (" + states +

@@ -128,9 +128,7 @@ void VerbsEndpoint::on_setup(uint32_t generation, const Status& status) {
   if (dead() || ended_ || generation != generation_ || failed_) return;
   if (!status.ok()) {
     if (!connected_) {
-      end({status.code(),
-           "the verbs connection to " + peer_ + " could not be made: " + status.message() +
-               " (this side: " + fabric_.describe() + "; the peer: " + device_text(remote_) + ")"});
+      end({status.code(), not_made(status.message())});
       return;
     }
     break_link(status.message());
@@ -523,13 +521,12 @@ void VerbsEndpoint::on_send_failed(const ibv_wc& completion) {
   }
 }
 
-void VerbsEndpoint::on_queue_pair_event(const char* what, bool path) {
+void VerbsEndpoint::on_queue_pair_event(const std::string& what, bool path) {
   if (dead() || ended_ || failed_) return;
-  const std::string why = "device " + fabric_.device().name() + " reported \"" + what + "\"";
   if (path) {
-    break_link(why);
+    break_link(what);
   } else {
-    end({Code::kProtocol, "the connection to " + peer_ + " failed: " + why});
+    end({Code::kProtocol, "the connection to " + peer_ + " failed: " + what});
   }
 }
 
@@ -553,6 +550,12 @@ std::string VerbsEndpoint::link_name() const {
          device_text(remote_) + ")";
 }
 
+std::string VerbsEndpoint::not_made(const std::string& why) const {
+  return "the verbs connection to " + peer_ + " could not be made: " + why +
+         " (this side: " + fabric_.describe() +
+         (remote_.queue_pair == 0 ? std::string() : "; the peer: " + device_text(remote_)) + ")";
+}
+
 std::string VerbsEndpoint::link_text() const {
   return link_name() + " broke: " + broken_why_ + fabric_.port_text();
 }
@@ -561,7 +564,7 @@ void VerbsEndpoint::break_link(const std::string& why) {
   // Of one that closes there is no queue pair left to break.
   if (dead() || ended_ || state_ == State::kDraining || state_ == State::kClosing) return;
   if (!connected_) {
-    end({Code::kUnavailable, "the verbs connection to " + peer_ + " could not be made: " + why});
+    end({Code::kUnavailable, not_made(why)});
     return;
   }
   if (broken_why_.empty()) broken_why_ = why;

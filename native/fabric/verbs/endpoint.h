@@ -78,7 +78,7 @@ class VerbsEndpoint final : public Endpoint {
   void on_setup(uint32_t generation, const Status& status);
   void on_completions(std::span<const ibv_wc> completions);
   /// An asynchronous event of the queue pair.
-  void on_queue_pair_event(const char* what, bool path);
+  void on_queue_pair_event(const std::string& what, bool path);
   /// The port on this side went down, or came back.
   void on_port_lost();
   void on_port_active();
@@ -162,6 +162,7 @@ class VerbsEndpoint final : public Endpoint {
   void announce_end(Status why);
   std::string link_name() const;
   std::string link_text() const;
+  std::string not_made(const std::string& why) const;
 
   VerbsFabric& fabric_;
   EndpointId id_ = 0;

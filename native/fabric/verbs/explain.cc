@@ -175,6 +175,37 @@ std::string explain_completion(ibv_wc_status status, unsigned vendor_error, int 
   }
 }
 
+std::string explain_post(int error) {
+  const std::string text = errno_text(error);
+  if (error != ENOMEM) return text;
+  return text +
+         "; its queue is full, though what it holds is counted: a bug of jaxrdma or of the "
+         "device's "
+         "driver";
+}
+
+std::string explain_event(ibv_event_type event) {
+  const std::string text = std::string("reported \"") + ibv_event_type_str(event) + "\": ";
+  switch (event) {
+    case IBV_EVENT_CQ_ERR:
+      return text + "the completion queue cannot be used any more; see the kernel log";
+    case IBV_EVENT_QP_FATAL:
+      return text + "the queue pair cannot be used any more; see the kernel log";
+    case IBV_EVENT_QP_REQ_ERR:
+      return text + "it refused what was posted; see the kernel log";
+    case IBV_EVENT_QP_ACCESS_ERR:
+      return text +
+             "the peer asked for something that this side does not permit; do both run the same "
+             "jaxrdma?";
+    case IBV_EVENT_DEVICE_FATAL:
+      return text +
+             "the device cannot be used any more; see the kernel log, and start again when it is "
+             "back, or on another device";
+    default:
+      return text + "see the kernel log";
+  }
+}
+
 bool path_failure(ibv_wc_status status) {
   switch (status) {
     case IBV_WC_RETRY_EXC_ERR:

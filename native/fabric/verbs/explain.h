@@ -34,6 +34,12 @@ std::string explain_transition(const char* state, int error, const std::string& 
 std::string explain_completion(ibv_wc_status status, unsigned vendor_error, int timeout,
                                int retry_count);
 
+/// Why a queue did not take what was posted.
+std::string explain_post(int error);
+
+/// An asynchronous event of a device, and what to try: `reported "...": ...`.
+std::string explain_event(ibv_event_type event);
+
 /// Whether the peer and the work may be fine and only the path broke, so that a new queue pair may
 /// go on where this one stopped.
 bool path_failure(ibv_wc_status status);

@@ -355,7 +355,7 @@ void VerbsFabric::read_channel() {
 void VerbsFabric::read_async_events() {
   ibv_async_event event{};
   while (ibv_get_async_event(device_->context(), &event) == 0) {
-    const char* what = ibv_event_type_str(event.event_type);
+    const std::string what = "device " + device_->name() + " " + explain_event(event.event_type);
     const bool path = event.event_type == IBV_EVENT_QP_FATAL;
     const bool of_queue_pair = path || event.event_type == IBV_EVENT_QP_REQ_ERR ||
                                event.event_type == IBV_EVENT_QP_ACCESS_ERR;
@@ -391,8 +391,8 @@ void VerbsFabric::read_async_events() {
                endpoint->queue_pair()->completion_queue() != event.element.cq)) {
             continue;
           }
-          endpoint->fail({Code::kUnavailable, "device " + device_->name() + " reported \"" + what +
-                                                  "\": it cannot be used any more"});
+          endpoint->fail({Code::kUnavailable,
+                          "the connection to " + endpoint->peer_address() + " failed: " + what});
         }
         break;
       default:

@@ -103,7 +103,8 @@ Result<std::shared_ptr<QueuePair>> QueuePair::create(std::shared_ptr<Device> dev
   error = ibv_modify_qp(made->queue_pair_.get(), &attributes,
                         IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
   if (error != 0) {
-    return Status(Code::kInvalidArgument, "the queue pair did not become INIT on port " +
+    return Status(Code::kInvalidArgument, "the queue pair of device " + made->device_->name() +
+                                              " did not become INIT on port " +
                                               std::to_string(port.number) + " with pkey index " +
                                               std::to_string(options.pkey_index) + ": " +
                                               errno_text(error));
@@ -126,7 +127,8 @@ Status QueuePair::post_receives(uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
     ibv_recv_wr* bad = nullptr;
     if (const int error = ibv_post_recv(queue_pair_.get(), &request, &bad); error != 0)
-      return {Code::kResource, "a receive could not be posted: " + errno_text(error)};
+      return {Code::kResource,
+              "device " + device_->name() + " took no receive: " + explain_post(error)};
   }
   return {};
 }
@@ -191,7 +193,8 @@ void QueuePair::fail() {
 Status QueuePair::post(ibv_send_wr& request) {
   ibv_send_wr* bad = nullptr;
   if (const int error = ibv_post_send(queue_pair_.get(), &request, &bad); error != 0)
-    return {Code::kResource, "a work request could not be posted: " + errno_text(error)};
+    return {Code::kResource,
+            "device " + device_->name() + " took no work request: " + explain_post(error)};
   return {};
 }
 
