@@ -131,7 +131,8 @@ void VerbsEndpoint::on_setup(uint32_t generation, const Status& status) {
       end({status.code(), not_made(status.message())});
       return;
     }
-    break_link(status.message());
+    rebuild_why_ = status.message();
+    break_link(rebuild_why_);
     return;
   }
   local_ready_ = true;
@@ -557,7 +558,9 @@ std::string VerbsEndpoint::not_made(const std::string& why) const {
 }
 
 std::string VerbsEndpoint::link_text() const {
-  return link_name() + " broke: " + broken_why_ + fabric_.port_text();
+  const std::string port = fabric_.port_text();
+  return link_name() + " broke: " + broken_why_ + port +
+         (rebuild_why_.empty() || !port.empty() ? "" : "; making it anew failed: " + rebuild_why_);
 }
 
 void VerbsEndpoint::break_link(const std::string& why) {
@@ -617,6 +620,7 @@ void VerbsEndpoint::on_proof() {
   proven_ = true;
   link_deadline_ns_ = kNever;
   broken_why_.clear();
+  rebuild_why_.clear();
 }
 
 void VerbsEndpoint::rebuild_later() {
@@ -631,6 +635,7 @@ void VerbsEndpoint::rebuild() {
   RawGid gid{};
   std::copy(remote_.gid.begin(), remote_.gid.end(), gid.begin());
   if (Status made = new_queue_pair(&gid); !made.ok()) {
+    rebuild_why_ = made.message();
     rebuild_later();
     return;
   }
@@ -647,6 +652,7 @@ void VerbsEndpoint::answer_rebuild() {
   RawGid gid{};
   std::copy(theirs.parameters.gid.begin(), theirs.parameters.gid.end(), gid.begin());
   if (Status made = new_queue_pair(&gid); !made.ok()) {
+    rebuild_why_ = made.message();
     drop_queue_pair();
     send(MessageType::kBroken);
     return;
@@ -768,7 +774,7 @@ void VerbsEndpoint::on_deadline() {
   }
   if (link_deadline_ns_ != kNever && now_ns() >= link_deadline_ns_) {
     char seconds[32];
-    std::snprintf(seconds, sizeof(seconds), "%.0f", fabric_.verbs_options().link_timeout_ms * 1e-3);
+    std::snprintf(seconds, sizeof(seconds), "%g", fabric_.verbs_options().link_timeout_ms * 1e-3);
     end({Code::kUnavailable, link_text() + "; it did not come back within " + seconds + " s"});
     return;
   }

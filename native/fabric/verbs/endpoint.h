@@ -187,6 +187,7 @@ class VerbsEndpoint final : public Endpoint {
   bool failed_ = false;  ///< the queue pair is in ERR
   bool proven_ = true;   ///< something has crossed the link since it was last made
   std::string broken_why_;
+  std::string rebuild_why_;  ///< why the last attempt to make it work again failed
   int64_t link_deadline_ns_ = kNever;
   std::optional<Message> asked_;  ///< accepting side: the rebuilding that the peer wants
 
