@@ -326,7 +326,9 @@ void Engine::close() {
     for (const fabric::Event& event : events) {
       if (event.kind == fabric::Event::Kind::kDisconnected) connections_.erase(event.endpoint);
       if (event.kind == fabric::Event::Kind::kConnected) {
-        fabric_->endpoint(event.endpoint)->close(is_closed(), false);
+        // Null: its end is among these events too.
+        if (fabric::Endpoint* endpoint = fabric_->endpoint(event.endpoint))
+          endpoint->close(is_closed(), false);
       }
     }
   }
