@@ -106,6 +106,7 @@ struct Member {
   std::vector<std::byte> token;
   std::shared_ptr<Landing> landing;  ///< for its next connection, or of the present one
   Connection* connection = nullptr;
+  bool connecting = false;  ///< its hello is accepted; over verbs the rest takes a while
   bool left = false;
   bool departed = false;  ///< left, and nothing more will come
   Clock::time_point departs;
@@ -427,6 +428,7 @@ Status Engine::admit(uint32_t worker, uint64_t incarnation, std::vector<std::byt
         false);
   }
   member.admitted = true;
+  member.connecting = false;
   member.incarnation = incarnation;
   member.token = std::move(token);
   member.left = false;
@@ -474,6 +476,7 @@ Result<std::vector<std::byte>> Engine::gate(const fabric::Hello& hello) {
     if (!status.ok()) return status;
     member.landing = std::move(landing.value());
   }
+  member.connecting = true;
   const wire::LandingGrant grant = member.landing->grant();
   std::vector<std::byte> payload(sizeof(grant));
   std::memcpy(payload.data(), &grant, sizeof(grant));
@@ -509,6 +512,7 @@ void Engine::connected(const fabric::Event& event) {
   connection.landing = member.landing;
   connection.landing->used = true;
   member.connection = &connection;
+  member.connecting = false;
 }
 
 void Engine::disconnected(const fabric::Event& event) {
@@ -1023,7 +1027,7 @@ void Engine::mark_left(uint32_t worker) {
   if (closed_ || worker >= members_.size() || members_[worker].left) return;
   Member& member = members_[worker];
   member.left = true;
-  if (member.connection == nullptr) return depart(worker);
+  if (member.connection == nullptr && !member.connecting) return depart(worker);
   member.departs = Clock::now() + kLeaveGrace;
   leaving_ = true;
   fabric_->wake();
