@@ -248,15 +248,15 @@ bool VerbsFabric::poll(std::vector<Event>& events) {
     later_.clear();
   }
   polling_ = &events;
-  bool moved = false;
   // What has arrived goes to the owner first; what takes system calls can wait until nothing has.
-  poll_completions();
+  // What is left in an armed queue raises no event: there must be another `poll` before `wait`.
+  bool moved = poll_completions();
   const bool idle = events.size() == before;
   const bool look = idle || ++polls_ >= kPollsPerSignalling;
   if (look && slept_.exchange(false)) {
     read_channel();
     read_async_events();
-    poll_completions();
+    moved |= poll_completions();
   }
   if (look) {
     polls_ = 0;
@@ -284,7 +284,8 @@ bool VerbsFabric::poll(std::vector<Event>& events) {
   return moved || events.size() != before;
 }
 
-void VerbsFabric::poll_completions() {
+bool VerbsFabric::poll_completions() {
+  bool more = false;
   working_.clear();
   {
     const std::lock_guard lock(completions_mutex_);
@@ -292,6 +293,7 @@ void VerbsFabric::poll_completions() {
     std::array<ibv_wc, kBatch> batch;
     for (const Polled& polled : polled_) {
       const int count = polled.queue_pair->poll(batch);
+      more |= count == static_cast<int>(batch.size());
       for (int i = 0; i < count; ++i)
         working_.push_back({polled.endpoint, polled.queue_pair.get(), batch[i]});
     }
@@ -308,6 +310,7 @@ void VerbsFabric::poll_completions() {
     }
     i = last;
   }
+  return more;
 }
 
 void VerbsFabric::signalled(const Event& event) {

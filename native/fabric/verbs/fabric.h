@@ -81,7 +81,8 @@ class VerbsFabric final : public Fabric {
   void signalled(const Event& event);
   void read_async_events();
   void read_channel();
-  void poll_completions();
+  /// Returns whether a completion queue may hold more.
+  bool poll_completions();
   void run_deadlines();
 
   const Options options_;
