@@ -94,19 +94,19 @@ Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t ser
   flow->accumulator_of_leaf.resize(leaves);
   flow->result_of_leaf.resize(leaves);
   flow->summed_of_worker.resize(workers);
+  size_t pieces = 0;
   for (const Partition& partition : flow->spec.partitions) {
-    if (partition.server == server) flow->elements_of_leaf[partition.leaf] += partition.elements;
+    if (partition.server != server) continue;
+    flow->elements_of_leaf[partition.leaf] += partition.elements;
+    ++pieces;
   }
 
   // With one replica the mean is the contribution: it is sent from the slot where it landed.
   const bool pass_through = !flow->update() && workers == 1;
   size_t accumulator_bytes = 0;
   size_t result_bytes = 0;
-  const auto mine = static_cast<size_t>(
-      std::count_if(flow->spec.partitions.begin(), flow->spec.partitions.end(),
-                    [&](const Partition& partition) { return partition.server == server; }));
   if (flow->update()) {
-    result_bytes = aligned(sizeof(wire::Seal)) + aligned(mine * sizeof(wire::Location));
+    result_bytes = aligned(sizeof(wire::Seal)) + aligned(pieces * sizeof(wire::Location));
   }
   std::vector<size_t> accumulator_offset(leaves);
   std::vector<size_t> result_offset(leaves);

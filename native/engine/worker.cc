@@ -109,6 +109,7 @@ struct Reading {
 
 struct Flow {
   FlowSpec spec;
+  std::vector<std::vector<uint32_t>> partitions_of;  ///< by server
   Mirror staging;  ///< answers of a kPush land here, until its kPull
   /// Answers of everything else land here where the buffers that they are for cannot be registered.
   Mirror bounce;
@@ -270,6 +271,9 @@ Status Engine::add_flow(FlowSpec spec) {
   }
   auto flow = std::make_unique<Flow>();
   flow->spec = std::move(spec);
+  flow->partitions_of.resize(servers_.size());
+  for (uint32_t i = 0; i < flow->spec.partitions.size(); ++i)
+    flow->partitions_of[flow->spec.partitions[i].server].push_back(i);
   flows_.push_back(std::move(flow));
   return {};
 }
@@ -583,17 +587,15 @@ Status Engine::prepare_read(const Operation& what, Flow& flow) {
     slab.pages = std::move(pages.value());
     return slab.enrol(*fabric_, fabric::Access::kRemoteWrite);
   };
-  const size_t partitions = flow.spec.partitions.size();
-  if (partitions == 0) return {};
-  if (Status s = table(flow.locations, partitions * sizeof(wire::Location), "where to read");
-      !s.ok()) {
-    return s;
-  }
+  const size_t bytes = flow.spec.partitions.size() * sizeof(wire::Location);
+  if (Status s = table(flow.locations, bytes, "where to read"); !s.ok()) return s;
   return table(flow.seals, 2 * servers_.size() * sizeof(wire::Seal), "versions read");
 }
 
 void Engine::begin_read(std::list<Active>::iterator active, Flow& flow) {
-  if (Status prepared = prepare_read(active->operation, flow); !prepared.ok()) {
+  const bool nothing = flow.spec.partitions.empty();
+  if (Status prepared = nothing ? Status() : prepare_read(active->operation, flow);
+      nothing || !prepared.ok()) {
     finish(active, std::move(prepared));
     return;
   }
@@ -607,7 +609,6 @@ void Engine::begin_read(std::list<Active>::iterator active, Flow& flow) {
       ++active->unanswered;
       enqueue(*active, i, wire::Kind::kLocate, 0);
     }
-    if (active->unsent == 0) return settle(&*active);
     for (size_t i = 0; i < servers_.size(); ++i) pump(i);
   }
   progress();
@@ -617,8 +618,10 @@ void Engine::begin_read(std::list<Active>::iterator active, Flow& flow) {
 void Engine::read_servers(Flow& flow) {
   Reading& reading = flow.reading;
   for (size_t index = 0; index < servers_.size(); ++index) {
+    const std::vector<uint32_t>& partitions = flow.partitions_of[index];
+    if (partitions.empty()) continue;
     Endpoint* endpoint = fabric_->endpoint(servers_[index].endpoint);
-    const wire::Location* seal = nullptr;
+    const wire::Location& seal = flow.location(partitions[0]);
     const auto read = [&](const fabric::Slice& local, uint64_t address, uint32_t key) {
       if (endpoint == nullptr) return;  // its end is on the way, and ends this operation
       const Status status = endpoint->read(local, {address, key}, flow.spec.id);
@@ -631,26 +634,18 @@ void Engine::read_servers(Flow& flow) {
     };
     const auto read_seal = [&](size_t which) {
       const auto* local = reinterpret_cast<const std::byte*>(flow.seals_of(index) + which);
-      read(flow.seals.slice(local, sizeof(wire::Seal)), seal->seal_address, seal->key);
+      read(flow.seals.slice(local, sizeof(wire::Seal)), seal.seal_address, seal.key);
     };
-    for (size_t i = 0; i < flow.spec.partitions.size(); ++i) {
+    read_seal(0);
+    for (const uint32_t i : partitions) {
       const Partition& partition = flow.spec.partitions[i];
-      if (partition.server != index) continue;
       const wire::Location& there = flow.location(i);
-      if (seal == nullptr) {
-        seal = &there;
-        read_seal(0);
-      }
       const Slab& copy = flow.copies[partition.leaf];
       const DType dtype = flow.spec.leaves[partition.leaf].dtype;
       read(copy.slice(copy.pages.data() + partition.begin * dtype_bytes(dtype), there.bytes),
            there.address, there.key);
     }
-    if (seal != nullptr) read_seal(1);
-  }
-  if (flow.spec.partitions.empty()) {
-    reading.outstanding = 1;
-    read_done(flow);
+    read_seal(1);
   }
 }
 
@@ -662,8 +657,7 @@ void Engine::read_done(Flow& flow) {
   int64_t step = -1;
   bool whole = true;
   for (size_t index = 0; index < servers_.size() && whole; ++index) {
-    const auto of_server = [index](const Partition& p) { return p.server == index; };
-    if (std::none_of(flow.spec.partitions.begin(), flow.spec.partitions.end(), of_server)) continue;
+    if (flow.partitions_of[index].empty()) continue;
     const wire::Seal* seals = flow.seals_of(index);
     whole = seals[0].sequence == seals[1].sequence && seals[0].sequence % 2 == 0 &&
             seals[0].step >= what.step && (step < 0 || seals[0].step == step);
