@@ -4,6 +4,7 @@ import difflib
 import ipaddress
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
@@ -317,6 +318,28 @@ def check_listen(listen: str, secret: str) -> None:
             f"listening at {listen} lets other machines in, and there is no secret to keep strangers out: "
             "set JAXRDMA_SECRET, or --secret-file, alike on every process."
         )
+
+
+def bind(listen: str, who: str) -> socket.socket:
+    """A TCP socket that has the address `listen` ("host:port"; port 0: any), to be used or closed.
+
+    **Raises:** `ConfigError` with `who` and the errno's text if it cannot be had.
+    """
+    host, port = parse_address(listen, "listen address")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"{who} cannot listen at {listen}: {error.strerror or error} (errno {error.errno})"
+        ) from None
+    return sock
 
 
 def _flag(text: str) -> bool:

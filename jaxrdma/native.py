@@ -42,6 +42,7 @@ def raise_for(result: T | _native.Status) -> T:
 
 class TransportArguments(TypedDict):
     transport: str
+    spin_us: int
     verbs: _native.VerbsOptions
 
 
@@ -62,7 +63,8 @@ def transport_options(
         verbs.port = source.port.number
         # The address, because its index changes when a link comes back.
         verbs.gid, verbs.gid_type = source.gid.raw, source.gid.type
-    return {"transport": transport, "verbs": verbs}
+    spin_us = spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US
+    return {"transport": transport, "spin_us": spin_us, "verbs": verbs}
 
 
 def flow_spec(flow: int, mode: str, plan: Plan) -> _native.FlowSpec:

@@ -3,12 +3,11 @@
 import queue
 import secrets
 import signal
-import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 from jaxrdma import control, transport
-from jaxrdma.cluster import ClusterSpec, parse_address
+from jaxrdma.cluster import ClusterSpec, bind
 from jaxrdma.control import (
     ControlClient,
     FlowAgreed,
@@ -18,8 +17,8 @@ from jaxrdma.control import (
     Message,
     Shutdown,
 )
-from jaxrdma.errors import ConfigError, JaxRdmaError
-from jaxrdma.memory import SLOTS_PER_WORKER, Locked, connections_bytes, shard_bytes
+from jaxrdma.errors import JaxRdmaError
+from jaxrdma.memory import SLOTS_PER_WORKER, Locked, shard_bytes
 from jaxrdma.plan import ITEM_BYTES, Plan, agreed_plan
 from jaxrdma.signals import SignalWatch, do_nothing
 
@@ -51,28 +50,12 @@ def run_server(spec: ClusterSpec, listen: str) -> int:
         return 1
 
 
-def check_bind(listen: str) -> None:
-    """Refuse an address that cannot be had, before the others are waited for.
-
-    **Raises:** `ConfigError` with the errno's text.
-    """
-    host, port = parse_address(listen, "listen address")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"a server cannot listen at {listen}: {error.strerror or error} (errno {error.errno})"
-        ) from None
-
-
 class _Server:
     def __init__(self, spec: ClusterSpec, listen: str) -> None:
         from jaxrdma import _native
 
-        check_bind(listen)
+        # An address that cannot be had is refused before the others are waited for.
+        bind(listen, "a server").close()
         if spec.transport == "verbs":
             transport.check_verbs(spec)
         self._native = _native
@@ -146,19 +129,17 @@ class _Server:
                     return code
 
     def _make_engine(self, name: str) -> "_native.ServerEngine":
-        from jaxrdma.native import raise_for, transport_options
+        from jaxrdma.native import raise_for
 
-        spec, native = self._spec, self._native
-        source = None
-        if name == "verbs":
-            ranking = transport.choose(spec, transport.place(spec, self._listen))
-            control.say_on_stderr(f"server {spec.index}: {transport.describe(ranking)}")
-            source = ranking.choice
-            self._locked = Locked(f"server {spec.index}", control.say_on_stderr)
-            need = connections_bytes(spec.num_workers, spec.partition_bytes)
-            self._locked.add(f"{spec.num_workers} workers to land in", need)
+        spec = self._spec
+        options, self._locked = transport.prepare(
+            spec,
+            name,
+            transport.place(spec, self._listen),
+            f"{spec.num_workers} workers to land in",
+        )
         return raise_for(
-            native.ServerEngine.create(
+            self._native.ServerEngine.create(
                 server=spec.index,
                 servers=spec.num_servers,
                 workers=spec.num_workers,
@@ -167,8 +148,7 @@ class _Server:
                 partition_bytes=spec.partition_bytes,
                 slots_per_worker=SLOTS_PER_WORKER,
                 ordered=spec.ordered,
-                spin_us=spec.spin_us if spec.spin_us is not None else native.DEFAULT_SPIN_US,
-                **transport_options(spec, name, source),
+                **options,
             )
         )
 

@@ -21,8 +21,8 @@ from jaxrdma import _native, control, step, trace, transport
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message
 from jaxrdma.errors import CancelledError, ConfigError
-from jaxrdma.memory import Locked, connections_bytes, copy_bytes
-from jaxrdma.native import flow_spec, native_error, raise_for, transport_options
+from jaxrdma.memory import Locked, copy_bytes
+from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
 from jaxrdma.policy import SyncReplicas
 from jaxrdma.signals import SignalWatch, tell_interrupts_plainly
@@ -290,21 +290,13 @@ class Session:
 
     def _make_engine(self, name: str, servers: list[str]) -> "_native.WorkerEngine":
         spec = self._spec
-        source = None
-        if name == "verbs":
-            ranking = transport.choose(spec, transport.place(spec, servers=servers))
-            control.say_on_stderr(f"worker {self.index}: {transport.describe(ranking)}")
-            source = ranking.choice
-            self._locked = Locked(f"worker {self.index}", control.say_on_stderr)
-            need = connections_bytes(self.num_servers, spec.partition_bytes)
-            self._locked.add(f"what is on its way to {self.num_servers} servers", need)
-        engine = _native.WorkerEngine.create(
-            spec.index,
-            spec.job,
-            self._incarnation,
-            spin_us=spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US,
-            **transport_options(spec, name, source),
+        options, self._locked = transport.prepare(
+            spec,
+            name,
+            transport.place(spec, servers=servers),
+            f"what is on its way to {self.num_servers} servers",
         )
+        engine = _native.WorkerEngine.create(spec.index, spec.job, self._incarnation, **options)
         return raise_for(engine)
 
     def _agree(

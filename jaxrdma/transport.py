@@ -3,12 +3,16 @@
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from jaxrdma import devices
+from jaxrdma import control, devices
 from jaxrdma.cluster import ClusterSpec, parse_address
 from jaxrdma.control import Offer
 from jaxrdma.errors import TransportError
-from jaxrdma.memory import bytes_text, connections_bytes, read_lock_limit
+from jaxrdma.memory import Locked, bytes_text, connections_bytes, read_lock_limit
+
+if TYPE_CHECKING:
+    from jaxrdma.native import TransportArguments
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,37 @@ def offer(spec: ClusterSpec, where: Place) -> Offer:
     return Offer("auto", not why, why)
 
 
+def prepare(
+    spec: ClusterSpec, name: str, where: Place, what: str
+) -> tuple["TransportArguments", Locked | None]:
+    """What the engine of this process is made with. Over verbs, the device and the memory to lock are said.
+
+    **Arguments:**
+
+    - `name`: "tcp" or "verbs", as the coordinator decided.
+    - `where`: this process's peers.
+    - `what`: what its connections lock memory for.
+
+    **Returns:** arguments of both engines' `create`; over verbs, what is locked so far.
+
+    **Raises:** as `choose`; `TransportError` if this process may not lock enough memory.
+    """
+    from jaxrdma.native import transport_options
+
+    if name != "verbs":
+        return transport_options(spec, name), None
+    who = f"{spec.role} {spec.index}"
+    ranking = choose(spec, where)
+    control.say_on_stderr(f"{who}: {describe(ranking)}")
+    locked = Locked(who, control.say_on_stderr)
+    locked.add(what, connections_bytes(_peers(spec), spec.partition_bytes))
+    return transport_options(spec, name, ranking.choice), locked
+
+
+def _peers(spec: ClusterSpec) -> int:
+    return spec.num_servers if spec.role == "worker" else spec.num_workers
+
+
 def why_not_verbs(spec: ClusterSpec, where: Place) -> str:
     """Why "auto" does not take verbs for this process, as in "worker 1 has no RDMA device"; empty if it does."""
     peer, _ = devices.find_route(where.host)
@@ -84,8 +119,7 @@ def why_not_verbs(spec: ClusterSpec, where: Place) -> str:
         return f"has no active port: {ranking.choice.name} is {ranking.choice.port.state}"
     if not ranking.on_route:
         return f"does not reach {where.host} by an RDMA device, but from {survey.source}"
-    peers = spec.num_servers if spec.role == "worker" else spec.num_workers
-    need, limit = connections_bytes(peers, spec.partition_bytes), read_lock_limit()
+    need, limit = connections_bytes(_peers(spec), spec.partition_bytes), read_lock_limit()
     if not limit.allows(need):
         return f"may not lock enough memory: it needs {bytes_text(need)}; {limit.text}"
     return ""
