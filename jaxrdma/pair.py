@@ -13,7 +13,6 @@ import secrets
 import socket
 import statistics
 import threading
-import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from jaxrdma import devices
-from jaxrdma.cluster import ClusterSpec, VerbsSettings, format_address, parse_address
+from jaxrdma.cluster import ClusterSpec, VerbsSettings, bind, format_address, parse_address
 from jaxrdma.doctor import FAILED, OK, WARNING, Check
 from jaxrdma.errors import ConfigError, JaxRdmaError, TransportError
 from jaxrdma.transport import Place
@@ -340,23 +339,24 @@ def measure(
             raise_for(engine.add_flow(spec))
             source = np.arange(_SIZES[number], dtype=np.float32)
             target = np.empty_like(source)
-            took: list[float] = []
-            end = time.monotonic() + seconds
-            while len(took) < 2 or time.monotonic() < end:
-                begin = time.perf_counter()
-                status = engine.run_operation(
+
+            def repeat(first: int, count: int) -> list[float]:
+                took = engine.repeat_operation(
                     _native.OperationKind.EXCHANGE,
                     number,
-                    len(took),
+                    first,
+                    count,
                     [source.view(np.uint8)],
                     [target.view(np.uint8)],
                     spec,
                 )
-                took.append(time.perf_counter() - begin)
-                raise_for(status)
+                return raise_for(took)
+
+            warm = repeat(0, 4)[1:]  # the first makes the memory ready
+            took = repeat(4, max(1, int(seconds / max(warm))))
             if not np.array_equal(source, target):
                 raise TransportError("what came back is not what was sent")
-            return statistics.median(took[1:])  # the first makes the memory ready
+            return statistics.median(took)
 
         latency = exchange(0, _SMALL_SECONDS)
         seconds = size = 0.0
@@ -512,27 +512,18 @@ def listen(
 
     **Raises:** `ConfigError` if the address cannot be had.
     """
-    host, port = parse_address(address, "listen address")
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as listening:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(where)
-            listening.listen()
-            shown = format_address(*listening.getsockname()[:2])
-            say(f"waiting at {shown} for `jaxrdma doctor --peer` from the other machine")
-            while True:
-                sock, visitor = listening.accept()
-                with sock:
-                    came = format_address(*visitor[:2])
-                    try:
-                        return _receive(_Line(sock), sock, secret, settings)
-                    except (TransportError, OSError) as error:
-                        say(f"{came}: {error}")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen at {address}: {error.strerror or error} (errno {error.errno})"
-        ) from None
+    with bind(address, "this machine") as listening:
+        listening.listen()
+        shown = format_address(*listening.getsockname()[:2])
+        say(f"waiting at {shown} for `jaxrdma doctor --peer` from the other machine")
+        while True:
+            sock, visitor = listening.accept()
+            with sock:
+                came = format_address(*visitor[:2])
+                try:
+                    return _receive(_Line(sock), sock, secret, settings)
+                except (TransportError, OSError) as error:
+                    say(f"{came}: {error}")
 
 
 def _receive(line: _Line, sock: socket.socket, secret: str, settings: VerbsSettings) -> list[Check]:
