@@ -78,6 +78,7 @@ struct Outgoing {
   fabric::RemoteSlice target;
   fabric::Immediate immediate;
   RequestId request;
+  fabric::Solicit solicit = fabric::Solicit::kYes;
 };
 
 /// A write of data between its posting and its kWriteDone. Index + 1 is its RequestId.
@@ -185,6 +186,11 @@ class Engine final : public ServerEngine {
   /// sending others.
   void settle();
 
+  /// Nothing waits for the completion of a write, or for credits: only pushes need wake anybody.
+  bool patient() const;
+  /// Wakes the progress thread if it sleeps too patiently for what was done beside it.
+  void hurry();
+
   void depart(uint32_t worker);
   /// How long until someone departs, at most; -1: nobody is about to.
   int depart_due();
@@ -215,7 +221,10 @@ class Engine final : public ServerEngine {
   std::vector<RequestId> free_writes_;
   std::vector<RequestId> lost_writes_;
   std::vector<uint32_t> departed_;
-  bool leaving_ = false;  ///< somebody is about to depart
+  uint32_t slots_in_flight_ = 0;   ///< they are given back when their write is done
+  bool awaits_writes_ = false;     ///< a sum or an update waits until answers have gone out
+  bool sleeps_patiently_ = false;  ///< the progress thread, if it sleeps
+  bool leaving_ = false;           ///< somebody is about to depart
   bool closed_ = false;
   uint64_t bytes_pushed_ = 0;
   uint64_t bytes_pulled_ = 0;
@@ -267,13 +276,15 @@ void Engine::progress() {
     for (const fabric::Event& event : events) handle(event);
     const int wait_ms = leaving_ ? depart_due() : -1;
     settle();
+    sleeps_patiently_ = patient();
+    const bool patiently = sleeps_patiently_;
     progress_lock_.unlock();
     if (moved || !events.empty()) {
       idle_since = Clock::now();
     } else if (Clock::now() - idle_since < spin) {
       std::this_thread::yield();
     } else {
-      fabric_->wait(wait_ms);
+      fabric_->wait(wait_ms, patiently);
       idle_since = Clock::now();
     }
   }
@@ -292,6 +303,7 @@ void Engine::reduce_queued() {
       std::lock_guard progress(progress_lock_);
       finish(piece);
       settle();
+      hurry();
     }
     guard.lock();
   }
@@ -765,7 +777,10 @@ void Engine::advance(Piece& piece) {
   if (piece.busy || piece.waiting.empty()) return;
   if (!piece.flow->update()) {
     // The mean of the step before is still being read where this sum would go.
-    if (piece.replies_in_flight > 0) return;
+    if (piece.replies_in_flight > 0) {
+      awaits_writes_ = true;
+      return;
+    }
     if (options_.workers == 1) return send_slot(piece);
   }
   piece.take(options_.ordered);
@@ -822,9 +837,11 @@ void Engine::publish_mean(Piece& piece) {
 
 void Engine::ready(Aggregate& flow) {
   // Python will overwrite the parameters: nothing may be reading them any more.
-  if (!flow.update() || flow.updating || flow.complete < flow.pieces.size() ||
-      flow.replies_in_flight > 0)
+  if (!flow.update() || flow.updating || flow.complete < flow.pieces.size()) return;
+  if (flow.replies_in_flight > 0) {
+    awaits_writes_ = true;
     return;
+  }
   flow.updating = true;
   flow.break_seal();
   tell({ServerEvent::Kind::kStepReady, flow.spec.id, flow.pieces.front().version, 0, ""});
@@ -845,6 +862,7 @@ void Engine::send_slot(Piece& piece) {
   write.endpoint = to.endpoint;
   write.landing = from.landing;
   write.slot = from.slot;
+  ++slots_in_flight_;
   post(to.endpoint,
        {from.landing->slab.slice(from.landing->payload(from.slot), piece.bytes()), to.target,
         wire::answer(wire::Answer::kResult, to.tag), begin_write(std::move(write))});
@@ -880,7 +898,9 @@ void Engine::free_slot(const std::shared_ptr<Landing>& landing, uint32_t slot,
 }
 
 void Engine::say(EndpointId endpoint, wire::Answer what, uint32_t tag) {
-  post(endpoint, {{nullptr, nullptr, 0}, {0, 0}, wire::answer(what, tag), 0});
+  // A worker that waits for slots does not sleep patiently.
+  const auto solicit = what == wire::Answer::kCredit ? fabric::Solicit::kNo : fabric::Solicit::kYes;
+  post(endpoint, {{nullptr, nullptr, 0}, {0, 0}, wire::answer(what, tag), 0, solicit});
 }
 
 void Engine::post(EndpointId endpoint, Outgoing outgoing) {
@@ -901,7 +921,7 @@ void Engine::drain(Connection& connection) {
     connection.outgoing.pop_front();
     const size_t slices = outgoing.source.bytes > 0 ? 1 : 0;
     Status status = endpoint->write({&outgoing.source, slices}, outgoing.target, outgoing.immediate,
-                                    outgoing.request);
+                                    outgoing.request, outgoing.solicit);
     if (!status.ok()) {
       if (outgoing.request != 0) lost_writes_.push_back(outgoing.request);
       end(connection, std::move(status), false);
@@ -924,7 +944,11 @@ void Engine::end_write(RequestId request) {
   const Write write = std::move(writes_[request - 1]);
   writes_[request - 1] = Write();
   free_writes_.push_back(request);
-  if (write.landing != nullptr) free_slot(write.landing, write.slot, write.endpoint);
+  if (free_writes_.size() == writes_.size()) awaits_writes_ = false;
+  if (write.landing != nullptr) {
+    --slots_in_flight_;
+    free_slot(write.landing, write.slot, write.endpoint);
+  }
   if (write.piece == nullptr) return;
   Aggregate& flow = *write.piece->flow;
   --flow.replies_in_flight;
@@ -938,6 +962,18 @@ void Engine::settle() {
     lost_writes_.pop_back();
     end_write(request);
   }
+}
+
+bool Engine::patient() const {
+  return !awaits_writes_ && slots_in_flight_ <= std::min(2u, options_.slots_per_worker / 2) &&
+         std::all_of(connections_.begin(), connections_.end(),
+                     [](const auto& entry) { return entry.second.outgoing.empty(); });
+}
+
+void Engine::hurry() {
+  if (!sleeps_patiently_ || patient()) return;
+  sleeps_patiently_ = false;
+  fabric_->wake();
 }
 
 // --- Flows.
@@ -1017,6 +1053,7 @@ Status Engine::publish(uint16_t id, int64_t step) {
   }
   for (Piece& piece : flow->pieces) send_replies(piece);
   settle();
+  hurry();
   return Status();
 }
 

@@ -2,7 +2,8 @@
 
    A worker writes into landing slots of the server; each write is one header and its payload, and
    the immediate names the slot. The server writes results to the address that the header gave, and
-   the immediate carries the worker's tag. All integers are little-endian; the project does not run
+   the immediate carries the worker's tag. Everything but a credit is written with Solicit::kYes:
+   who waits for it may sleep patiently. All integers are little-endian; the project does not run
    on big-endian machines (asserted). */
 #pragma once
 
@@ -16,7 +17,7 @@ namespace jaxrdma::wire {
 static_assert(std::endian::native == std::endian::little);
 
 /// Raised by any change to frames, headers or immediates.
-inline constexpr uint16_t kProtocolVersion = 2;
+inline constexpr uint16_t kProtocolVersion = 3;
 inline constexpr uint32_t kHeaderMagic = 0x5344524a;  // "JRDS"
 
 enum class Kind : uint8_t {

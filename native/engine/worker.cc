@@ -1,8 +1,6 @@
 /* engine/worker.cc: see worker.h. */
 #include "engine/worker.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -13,7 +11,7 @@
 #include <thread>
 #include <utility>
 
-#include "engine/completer.h"
+#include "engine/crew.h"
 #include "engine/landing.h"
 #include "engine/wire.h"
 
@@ -57,8 +55,9 @@ struct Request {
   wire::Kind kind = wire::Kind::kPush;
   Stage stage = Stage::kQueued;
   Clock::time_point since;
+  uint32_t slot = 0;  ///< the last one that it was written from
   bool live = false;
-  bool sent = false;
+  bool sent = false;  ///< its source is not needed any more
   bool answered = false;
 };
 
@@ -134,10 +133,7 @@ class Engine final : public WorkerEngine {
       : options_(std::move(options)),
         fabric_(std::move(fabric)),
         cheap_(fabric_->registration_is_cheap()),
-        recorder_(options_.recorder_capacity) {
-    progress_thread_ = std::thread([this] { run(); });
-    pthread_setname_np(progress_thread_.native_handle(), "jaxrdma-prog");
-  }
+        recorder_(options_.recorder_capacity) {}
   ~Engine() override { close(); }
 
   Status connect(const std::vector<ServerAddress>& servers, int timeout_ms) override;
@@ -164,14 +160,16 @@ class Engine final : public WorkerEngine {
   void close() override;
 
  private:
-  // Everything below needs progress_lock_ but run().
-  void run();
+  // Everything below needs progress_lock_ but lead().
+  Crew::Task lead();
   bool progress();
+  void begin(Operation operation);
   void handle(const Event& event);
   void connected(Server& server, const Event& event);
   void disconnected(size_t index, const Event& event);
   void received(size_t index, const Event& event);
   void write_done(size_t index, uint32_t slot);
+  void sent(Server& server, uint32_t tag);
   void violation(size_t index, const std::string& text);
   void lose(Status why);
   void give_up();
@@ -179,6 +177,12 @@ class Engine final : public WorkerEngine {
   bool quiet() const {
     return std::all_of(servers_.begin(), servers_.end(),
                        [](const Server& s) { return s.gone || !s.connecting; });
+  }
+  /// Nothing waits but for answers: credits, and completions of writes, need wake nobody.
+  bool patient() const {
+    return !closing_ && failure_.ok() && loss_.ok() &&
+           std::all_of(servers_.begin(), servers_.end(),
+                       [](const Server& s) { return s.connected && s.queue.empty(); });
   }
   void close_connections(const Status& why, bool flush);
   void pump(size_t index);
@@ -213,11 +217,13 @@ class Engine final : public WorkerEngine {
   Status loss_;     ///< a connection ended; the verdict of the control plane is awaited
   Clock::time_point loss_time_;
   bool closing_ = false;
+  bool sleeps_patiently_ = false;  ///< who leads, if it sleeps
   WorkerStats stats_;
   Recorder recorder_;
-  Completer completer_{"jaxrdma-done"};
-  std::thread progress_thread_;
+  /// Callbacks of operations that have ended, for the crew to run.
+  std::deque<Crew::Task> finished_;
   std::once_flag joined_;
+  Crew crew_{"jaxrdma-prog", [this] { return lead(); }};  // last: its threads use the above
 };
 
 Status Engine::connect(const std::vector<ServerAddress>& servers, int timeout_ms) {
@@ -281,12 +287,20 @@ Status Engine::add_flow(FlowSpec spec) {
 void Engine::start(Operation operation) {
   std::unique_lock guard(progress_lock_);
   if (!failure_.ok() || closing_) {
-    // On this thread: the completer may be closed already.
+    // On this thread: the crew may have ended already.
     const Status why = failure_.ok() ? Status(Code::kCancelled, "the session is closed") : failure_;
     guard.unlock();
     operation.done(why);
     return;
   }
+  begin(std::move(operation));
+  // Who leads may sleep, and has not seen what ended here, or what waits for more than answers now.
+  const bool hurry = sleeps_patiently_ && !patient();
+  if (hurry) sleeps_patiently_ = false;
+  if (hurry || !finished_.empty()) fabric_->wake();
+}
+
+void Engine::begin(Operation operation) {
   active_.emplace_back(std::move(operation));
   auto active = std::prev(active_.end());
   const Operation& what = active->operation;
@@ -344,7 +358,7 @@ void Engine::start(Operation operation) {
     return;
   }
   for (size_t i = 0; i < servers_.size(); ++i) pump(i);
-  // Delivers the completions of what went out at once, without waking the progress thread for it.
+  // Delivers the completions of what went out at once, without waking the crew for it.
   progress();
 }
 
@@ -507,6 +521,7 @@ void Engine::pump(size_t index) {
     slot.tag = tag;
     slot.writing = true;
     slot.granted = false;
+    request.slot = index_of_slot;
     request.stage = Stage::kPosted;
     request.since = Clock::now();
     recorder_.add(Stage::kPosted, request.flow, request.step, request.partition,
@@ -520,6 +535,7 @@ void Engine::pump(size_t index) {
       lose(std::move(posted));
       return;
     }
+    if (!cheap_) sent(server, tag);  // the slot has a copy
   }
 }
 
@@ -549,7 +565,7 @@ void Engine::finish_pull(Flow& flow) {
   } else if (status.code() == Code::kStale) {
     ++stats_.gradients_dropped;
   }
-  // The copy may be long: it runs on the completer's thread. Nobody writes into the staging memory
+  // The copy may be long: it runs with the callback. Nobody writes into the staging memory
   // until the next push of this flow, which needs the step that this operation returns.
   Flow* source = &flow;
   std::vector<LeafBuffers> leaves = active->operation.leaves;
@@ -683,18 +699,25 @@ void Engine::read_done(Flow& flow) {
   finish(active, {});
 }
 
-void Engine::run() {
+/// Makes progress until an operation has ended, and returns its callback; an empty one once the
+/// engine is closed and all of them have run.
+Crew::Task Engine::lead() {
   const auto spin = std::chrono::microseconds(options_.spin_us);
   auto last_progress = Clock::now();
   while (true) {
     bool moved = false;
+    bool patiently = false;
     int timeout_ms = -1;
     {
       std::lock_guard guard(progress_lock_);
-      if (closing_ && quiet()) {
-        give_up();
-        return;
+      const bool over = closing_ && quiet();
+      if (over) give_up();
+      if (!finished_.empty()) {
+        Crew::Task task = std::move(finished_.front());
+        finished_.pop_front();
+        return task;
       }
+      if (over) return {};
       moved = progress();
       if (!loss_.ok() && failure_.ok()) {
         const auto deadline = loss_time_ + kVerdictGrace;
@@ -710,6 +733,9 @@ void Engine::run() {
         }
       }
       if (!failure_.ok()) give_up();
+      moved |= !finished_.empty();
+      sleeps_patiently_ = !moved && patient();
+      patiently = sleeps_patiently_;
     }
     const auto now = Clock::now();
     if (moved) {
@@ -720,7 +746,7 @@ void Engine::run() {
       std::this_thread::yield();
       continue;
     }
-    fabric_->wait(timeout_ms);
+    fabric_->wait(timeout_ms, patiently);
   }
 }
 
@@ -909,15 +935,22 @@ void Engine::write_done(size_t index, uint32_t slot_index) {
   slot.writing = false;
   if (slot.granted) server.free_slots.push_back(slot_index);
   Request& request = server.requests[slot.tag];
-  request.sent = true;
-  if (!request.answered) {
+  // Once it has been sent and answered, its tag may be another's.
+  if (request.slot == slot_index && request.live && !request.answered) {
     request.stage = Stage::kCompleted;
     request.since = Clock::now();
   }
+  if (cheap_) sent(server, slot.tag);
+}
+
+/// The source of a request's write is not in use any more.
+void Engine::sent(Server& server, uint32_t tag) {
+  Request& request = server.requests[tag];
+  request.sent = true;
   Active* active = request.active;
   --active->unsent;
   if (request.answered) {
-    retire(server, slot.tag);
+    retire(server, tag);
   } else if (active->operation.kind == OperationKind::kPush) {
     request.active = nullptr;  // the push may end before its answers come
   }
@@ -964,10 +997,11 @@ void Engine::finish(std::list<Active>::iterator active, Status status,
   active->targets.clear();
   auto done = std::move(active->operation.done);
   active_.erase(active);
-  completer_.run([done = std::move(done), status = std::move(status), before = std::move(before)] {
-    if (before) before();
-    done(status);
-  });
+  finished_.push_back(
+      [done = std::move(done), status = std::move(status), before = std::move(before)] {
+        if (before) before();
+        done(status);
+      });
 }
 
 /// Once no connection can touch their buffers any more, fails every operation.
@@ -1053,10 +1087,7 @@ void Engine::close() {
     state_changed_.notify_all();
     fabric_->wake();
   }
-  std::call_once(joined_, [this] {
-    progress_thread_.join();
-    completer_.close();
-  });
+  std::call_once(joined_, [this] { crew_.join(); });
 }
 
 size_t Engine::server_of(EndpointId endpoint) const {

@@ -1,10 +1,9 @@
 /* engine/worker.h: the worker's engine: pushes partitions to servers, receives what comes back,
    completes operations.
 
-   Threads. One progress thread per engine. `start` may be called from any thread: it takes the
-   progress lock, posts what can be posted at once, and returns. Callbacks run on completer threads,
-   never on the progress thread, and never with a lock held: XLA runs the rest of its program inside
-   them. Lock order: progress lock, then completer lock. */
+   Threads. Those of one crew (crew.h): the one that leads makes progress, the others run callbacks,
+   never with a lock held: XLA runs the rest of its program inside them. `start` may be called from
+   any thread: it takes the progress lock, posts what can be posted at once, and returns. */
 #pragma once
 
 #include <cstdint>
@@ -25,7 +24,7 @@ struct WorkerOptions {
   std::string job;
   uint64_t incarnation = 0;
   fabric::TransportOptions transport;
-  int spin_us = 0;  ///< how long the progress thread looks before it sleeps
+  int spin_us = 0;  ///< how long the leading thread looks before it sleeps
   size_t recorder_capacity = 1 << 14;
 };
 

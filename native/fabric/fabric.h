@@ -99,6 +99,10 @@ struct Event {
   std::shared_ptr<const Hello> hello;
 };
 
+/// Whether a write wakes a peer that waits patiently (see Fabric::wait). In verbs: a solicited
+/// event.
+enum class Solicit : uint8_t { kYes, kNo };
+
 /// One reliable connection to a peer. Owned by its fabric.
 class Endpoint {
  public:
@@ -113,7 +117,7 @@ class Endpoint {
   /// legal: only the immediate is delivered, `remote` is not looked at. Writes of one endpoint
   /// arrive in the order posted.
   virtual Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
-                       RequestId request) = 0;
+                       RequestId request, Solicit solicit = Solicit::kYes) = 0;
   static constexpr size_t kMaxSlices = 4;
 
   /// Reads local.bytes > 0 bytes at `remote` in the peer's memory into `local`, whose region must
@@ -217,8 +221,9 @@ class Fabric {
   /// Returns whether anything moved.
   virtual bool poll(std::vector<Event>& events) = 0;
   /// Sleeps until `poll` may have something to do, `wake` is called, or `timeout_ms` has passed
-  /// (-1: no limit).
-  virtual void wait(int timeout_ms) = 0;
+  /// (-1: no limit). `patient`: need not wake for a kWriteDone, nor for what a peer has written
+  /// with Solicit::kNo; `poll` delivers them when something else does.
+  virtual void wait(int timeout_ms, bool patient = false) = 0;
   virtual void wake() = 0;
 };
 

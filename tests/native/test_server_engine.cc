@@ -884,7 +884,7 @@ TEST_CASE("whoever breaks the protocol is named and disconnected, and the others
     });
   };
   check_header("magic", [](wire::Header& header) { header.magic = 1; });
-  check_header("version: expected 2, got 9", [](wire::Header& header) { header.version = 9; });
+  check_header("version: expected 3, got 9", [](wire::Header& header) { header.version = 9; });
   check_header("kind: expected 1 to 4, got 0",
                [](wire::Header& header) { header.kind = wire::Kind{0}; });
   check_header("kind: expected 1 to 4, got 200",

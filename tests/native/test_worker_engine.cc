@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/completer.h"
+#include "engine/crew.h"
 #include "engine/server.h"
 #include "engine/worker.h"
 #include "transports.h"
@@ -452,14 +452,20 @@ TEST_CASE("a flow without elements is done at once") {
 }
 
 TEST_CASE("callbacks that wait for each other never share a thread") {
-  Completer completer("test-done");
   constexpr int kTasks = 8;
   std::mutex lock;
   std::condition_variable changed;
   int arrived = 0;
   bool all = true;
-  for (int i = 0; i < kTasks; ++i) {
-    completer.run([&] {
+  int given = 0;  // of who leads
+  std::atomic<int> leaders = 0;
+  bool alone = true;
+  Crew crew("test-crew", [&]() -> Crew::Task {
+    alone = ++leaders == 1 && alone;
+    const bool more = given++ < kTasks;
+    --leaders;
+    if (!more) return {};
+    return [&] {
       std::unique_lock guard(lock);
       ++arrived;
       changed.notify_all();
@@ -467,11 +473,12 @@ TEST_CASE("callbacks that wait for each other never share a thread") {
                             [&] { return arrived == kTasks; })) {
         all = false;
       }
-    });
-  }
-  completer.close();
+    };
+  });
+  crew.join();
   CHECK(arrived == kTasks);
   CHECK(all);
+  CHECK(alone);
 }
 
 }  // namespace

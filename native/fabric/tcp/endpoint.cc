@@ -256,7 +256,7 @@ void TcpEndpoint::open(Hello peer) {
 // ---- Sending.
 
 Status TcpEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
-                          RequestId request) {
+                          RequestId request, Solicit /*solicit*/) {
   if (state_ != State::kOpen || send_error_ != 0) {
     return {Code::kUnavailable, "the connection to " + peer_ + " is not open"};
   }

@@ -34,7 +34,7 @@ class TcpEndpoint final : public Endpoint {
   EndpointId id() const override { return id_; }
   const std::string& peer_address() const override { return peer_; }
   Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
-               RequestId request) override;
+               RequestId request, Solicit solicit) override;
   Status read(Slice, RemoteSlice, RequestId) override {
     return {Code::kInvalidArgument, "tcp does not read in a peer's memory"};
   }

@@ -213,7 +213,7 @@ bool TcpFabric::poll(std::vector<Event>& events) {
   return moved || events.size() != before;
 }
 
-void TcpFabric::wait(int timeout_ms) {
+void TcpFabric::wait(int timeout_ms, bool /*patient*/) {
   sleeping_ = true;
   const auto reason = [this] { return woken_ || have_later_ || have_names_; };
   if (!reason() && timeout_ms != 0) {

@@ -36,7 +36,7 @@ class TcpFabric final : public Fabric {
                              int timeout_ms) override;
   Endpoint* endpoint(EndpointId id) override;
   bool poll(std::vector<Event>& events) override;
-  void wait(int timeout_ms) override;
+  void wait(int timeout_ms, bool patient) override;
   void wake() override;
 
   /// `wait` also returns while `fd` is readable; reading it is the caller's business. For a fabric

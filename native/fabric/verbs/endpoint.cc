@@ -163,7 +163,7 @@ void VerbsEndpoint::maybe_open() {
 // ---- Sending.
 
 Status VerbsEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
-                            RequestId request) {
+                            RequestId request, Solicit solicit) {
   if (!connected_ || !accepts_writes())
     return {Code::kUnavailable, "the connection to " + peer_ + " is not open"};
   if (local.size() > kMaxSlices)
@@ -192,6 +192,7 @@ Status VerbsEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Im
   kept.request = request;
   kept.bytes = total;
   kept.work_request = 0;
+  kept.solicit = solicit;
   kept.is_inline = total <= std::min<uint64_t>(max_inline_, kept.copy.size());
   if (kept.is_inline) {
     size_t at = 0;
@@ -217,6 +218,7 @@ Status VerbsEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Im
     ++outstanding_;
   }
   pump();
+  if (needs_completions()) fabric_.completions_needed();
   return {};
 }
 
@@ -243,7 +245,13 @@ Status VerbsEndpoint::read(Slice local, RemoteSlice remote, RequestId request) {
   read.work_request = 0;
   ++outstanding_;
   pump();
+  fabric_.completions_needed();
   return {};
+}
+
+bool VerbsEndpoint::needs_completions() const {
+  return state_ != State::kOpen || !proven_ || flushing_ || grant_due_ || on_wire_ < kept_.size() ||
+         !reads_.empty();
 }
 
 /// Work requests that may still be posted; two are kept for grants.
@@ -280,6 +288,7 @@ void VerbsEndpoint::pump() {
       ibv_send_wr request{};
       request.opcode = last ? IBV_WR_RDMA_WRITE_WITH_IMM : IBV_WR_RDMA_WRITE;
       request.imm_data = htonl(kept.immediate);
+      if (last && kept.solicit == Solicit::kYes) request.send_flags |= IBV_SEND_SOLICITED;
       if (bytes > 0) {
         request.wr.rdma.remote_addr = kept.remote.address + begin;
         request.wr.rdma.rkey = kept.remote.key;
@@ -415,6 +424,7 @@ void VerbsEndpoint::send_grant(bool signalled) {
   ibv_send_wr request{};
   request.opcode = IBV_WR_SEND_WITH_IMM;
   request.imm_data = htonl(granted_ & ~kSegmentsBit);
+  request.send_flags = IBV_SEND_SOLICITED;  // the peer may wait for it
   granted_told_ = granted_;
   post(request, signalled);
 }
@@ -792,6 +802,7 @@ void VerbsEndpoint::close(Status why, bool flush) {
   close_reason_ = std::move(why);
   if (flush && state_ == State::kOpen && !kept_.empty()) {
     flushing_ = true;
+    fabric_.completions_needed();
     set_deadline(now_ns() + fabric_.options().close_timeout_ms * kMillisecond);
     flushed_maybe();
     return;

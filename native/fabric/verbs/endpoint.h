@@ -55,7 +55,7 @@ class VerbsEndpoint final : public Endpoint {
   EndpointId id() const override { return id_; }
   const std::string& peer_address() const override { return peer_; }
   Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
-               RequestId request) override;
+               RequestId request, Solicit solicit) override;
   Status read(Slice local, RemoteSlice remote, RequestId request) override;
   size_t credits() const override { return granted_by_peer_ - posted_total(); }
   void release(size_t count) override;
@@ -88,6 +88,8 @@ class VerbsEndpoint final : public Endpoint {
   bool buried() const { return buried_; }
   void bury() { buried_ = true; }
   const std::shared_ptr<QueuePair>& queue_pair() const { return queue_pair_; }
+  /// Whether something cannot go on before what is posted has completed.
+  bool needs_completions() const;
   void fail(Status why) { end(std::move(why)); }
 
  private:
@@ -111,7 +113,8 @@ class VerbsEndpoint final : public Endpoint {
     RequestId request;
     uint64_t bytes;
     uint64_t work_request;  ///< its number on the current queue pair
-    bool is_inline;         ///< `copy` is the source, and the owner has been told that it is done
+    Solicit solicit;
+    bool is_inline;  ///< `copy` is the source, and the owner has been told that it is done
     std::array<std::byte, 256> copy;
     /// Its bytes [begin, begin + length) as scatter list; returns how many pieces.
     int cut(uint64_t begin, uint64_t length, std::span<ibv_sge, kMaxSlices> into) const;

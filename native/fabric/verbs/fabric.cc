@@ -234,6 +234,12 @@ void VerbsFabric::emit(Event event) {
   signalling_->wake();
 }
 
+void VerbsFabric::completions_needed() {
+  if (polling_ != nullptr) return;  // `poll` looks for itself
+  impatient_ = true;
+  signalling_->wake();
+}
+
 void VerbsFabric::deadline_changed(int64_t deadline_ns) {
   if (deadline_ns >= next_deadline_ns_) return;
   next_deadline_ns_ = deadline_ns;
@@ -280,6 +286,8 @@ bool VerbsFabric::poll(std::vector<Event>& events) {
     if (found->second->dead()) endpoints_.erase(found);
   }
   retired_.clear();
+  impatient_ = std::any_of(endpoints_.begin(), endpoints_.end(),
+                           [](const auto& entry) { return entry.second->needs_completions(); });
   polling_ = nullptr;
   return moved || events.size() != before;
 }
@@ -350,7 +358,8 @@ void VerbsFabric::read_channel() {
   while (ibv_get_cq_event(channel_->get(), &queue, &context) == 0) {
     ibv_ack_cq_events(queue, 1);
     for (const Polled& polled : polled_) {
-      if (polled.queue_pair->completion_queue() == queue) polled.queue_pair->armed = false;
+      if (polled.queue_pair->completion_queue() == queue)
+        polled.queue_pair->armed = QueuePair::Armed::kNot;
     }
   }
 }
@@ -413,17 +422,19 @@ std::string VerbsFabric::port_text() const {
          " on this side went down " + seconds + " s ago";
 }
 
-void VerbsFabric::wait(int timeout_ms) {
+void VerbsFabric::wait(int timeout_ms, bool patient) {
   if (have_later_ || have_answers_ || timeout_ms == 0) {
     slept_ = true;
     return;
   }
   {
     const std::lock_guard lock(completions_mutex_);
+    using Armed = QueuePair::Armed;
+    const Armed wanted = patient && !impatient_ ? Armed::kSolicited : Armed::kAll;
     std::array<ibv_wc, kBatch> batch;
     for (const Polled& polled : polled_) {
-      if (polled.queue_pair->armed) continue;
-      polled.queue_pair->armed = polled.queue_pair->arm();
+      if (polled.queue_pair->armed >= wanted) continue;
+      if (polled.queue_pair->arm(wanted)) polled.queue_pair->armed = wanted;
       // What completed before it was armed raises no event.
       const int count = polled.queue_pair->poll(batch);
       for (int i = 0; i < count; ++i)
@@ -436,7 +447,7 @@ void VerbsFabric::wait(int timeout_ms) {
     if (timeout_ms < 0 || left_ms < timeout_ms)
       timeout_ms = static_cast<int>(std::min<int64_t>(left_ms, 3'600'000));
   }
-  signalling_->wait(timeout_ms);
+  signalling_->wait(timeout_ms, false);
   slept_ = true;
 }
 

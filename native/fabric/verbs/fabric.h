@@ -45,7 +45,7 @@ class VerbsFabric final : public Fabric {
                              int timeout_ms) override;
   Endpoint* endpoint(EndpointId id) override;
   bool poll(std::vector<Event>& events) override;
-  void wait(int timeout_ms) override;
+  void wait(int timeout_ms, bool patient) override;
   void wake() override { signalling_->wake(); }
 
   // For the endpoints.
@@ -70,6 +70,8 @@ class VerbsFabric final : public Fabric {
   void emit(Event event);
   void retire(EndpointId id) { retired_.push_back(id); }
   void deadline_changed(int64_t deadline_ns);
+  /// An endpoint cannot go on without the completion of what it has posted.
+  void completions_needed();
   /// "port 1 of rxe0 is DOWN since 2.1 s" after such an event; else empty.
   std::string port_text() const;
 
@@ -106,7 +108,8 @@ class VerbsFabric final : public Fabric {
   std::vector<Event> later_;               ///< events that came about outside of `poll`
   std::atomic<bool> have_later_{false};
   std::atomic<bool> have_answers_{false};
-  std::atomic<bool> slept_{false};  ///< `wait` has returned: descriptors may be readable
+  std::atomic<bool> impatient_{false};  ///< an endpoint needs_completions
+  std::atomic<bool> slept_{false};      ///< `wait` has returned: descriptors may be readable
   std::atomic<int64_t> next_deadline_ns_{kNever};
 
   struct Polled {

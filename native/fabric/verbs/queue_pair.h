@@ -71,11 +71,15 @@ class QueuePair {
     return ibv_poll_cq(completions_.get(), static_cast<int>(completions.size()),
                        completions.data());
   }
-  /// The next completion writes an event to the channel. Those that came before do not: poll after
-  /// this.
-  bool arm() { return ibv_req_notify_cq(completions_.get(), 0) == 0; }
+  /// Which completions write an event to the channel, once. kSolicited: what the peer has marked
+  /// so, and errors.
+  enum class Armed : uint8_t { kNot, kSolicited, kAll };
+  /// Those that came before write none: poll after this.
+  bool arm(Armed which) {
+    return ibv_req_notify_cq(completions_.get(), which == Armed::kSolicited ? 1 : 0) == 0;
+  }
 
-  bool armed = false;  ///< guarded like the polling of its completions
+  Armed armed = Armed::kNot;  ///< guarded like the polling of its completions
 
  private:
   struct DestroyCq {

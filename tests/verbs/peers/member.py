@@ -42,7 +42,7 @@ READY = 1
 # native/engine/wire.h
 HEADER = struct.Struct("<IHHBBHIqQQQIIQ")
 HEADER_MAGIC = 0x5344524A
-VERSION = 2
+VERSION = 3
 PUSH, LOCATE = 1, 4
 RESULT, CREDIT = 1, 2
 GRANT = struct.Struct("<QQII")  # address, stride, key, slots

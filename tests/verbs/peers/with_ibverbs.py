@@ -73,7 +73,8 @@ class Pair:
                 wr_id=1,
                 sg_list=[self._mr.sge(length, offset)] if length else [],
                 opcode=opcode,
-                send_flags=ib.SendFlags.SIGNALED,
+                # Who is written to may sleep until something solicited comes.
+                send_flags=ib.SendFlags.SIGNALED | ib.SendFlags.SOLICITED,
                 remote_addr=address,
                 rkey=key,
                 imm_data=immediate,

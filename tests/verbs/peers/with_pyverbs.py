@@ -71,7 +71,8 @@ class Pair:
             opcode=opcode,
             num_sge=1,  # pyverbs insists on one, if of no bytes
             sg=[SGE(self._mr.buf + offset, length, self._mr.lkey)],
-            send_flags=e.IBV_SEND_SIGNALED,
+            # Who is written to may sleep until something solicited comes.
+            send_flags=e.IBV_SEND_SIGNALED | e.IBV_SEND_SOLICITED,
             imm_data=socket.htonl(immediate),
         )
         request.set_wr_rdma(key, address)
