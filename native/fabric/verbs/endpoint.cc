@@ -26,6 +26,8 @@ constexpr int64_t kDrainNs = 1000 * kMillisecond;
 constexpr int64_t kRebuildPauseNs = 500 * kMillisecond;
 // The accepting side gives up after the connecting side, so that the latter's reason is told.
 constexpr int64_t kLastWordNs = 2000 * kMillisecond;
+// Sequence failures before a write completes or arrives: what fails so often will never work.
+constexpr uint32_t kMostStrikes = 3;
 constexpr uint64_t kReceive = UINT64_MAX;  // the number of every receive
 // Immediates of SENDs: with this bit, how many segments of the next write have no immediate of
 // their own; without it, the total of writes granted.
@@ -389,6 +391,7 @@ void VerbsEndpoint::pop_kept() {
   Kept& kept = kept_.front();
   bytes_sent_ += kept.bytes;
   ++first_kept_;
+  strikes_ = 0;
   if (!kept.is_inline) {
     --outstanding_;
     Event event{};
@@ -506,6 +509,7 @@ void VerbsEndpoint::on_received(const ibv_wc& completion) {
     return;
   }
   ++received_;
+  strikes_ = 0;
   ++unreleased_;
   const uint64_t bytes = std::exchange(segments_before_, 0) * segment_bytes() + completion.byte_len;
   bytes_received_ += bytes;
@@ -523,7 +527,8 @@ void VerbsEndpoint::on_send_failed(const ibv_wc& completion) {
   const std::string why =
       explain_completion(completion.status, completion.vendor_err,
                          static_cast<int>(options.timeout), static_cast<int>(options.retry_count));
-  if (path_failure(completion.status)) {
+  if (path_failure(completion.status) ||
+      (sequence_failure(completion.status) && ++strikes_ <= kMostStrikes)) {
     break_link(why);
   } else {
     end({completion.status == IBV_WC_REM_ACCESS_ERR ? Code::kProtocol : Code::kUnavailable,
@@ -532,9 +537,9 @@ void VerbsEndpoint::on_send_failed(const ibv_wc& completion) {
   }
 }
 
-void VerbsEndpoint::on_queue_pair_event(const std::string& what, bool path) {
+void VerbsEndpoint::on_queue_pair_event(const std::string& what, ibv_event_type type) {
   if (dead() || ended_ || failed_) return;
-  if (path) {
+  if (type == IBV_EVENT_QP_FATAL || (type == IBV_EVENT_QP_REQ_ERR && ++strikes_ <= kMostStrikes)) {
     break_link(what);
   } else {
     end({Code::kProtocol, "the connection to " + peer_ + " failed: " + what});

@@ -78,7 +78,7 @@ class VerbsEndpoint final : public Endpoint {
   void on_setup(uint32_t generation, const Status& status);
   void on_completions(std::span<const ibv_wc> completions);
   /// An asynchronous event of the queue pair.
-  void on_queue_pair_event(const std::string& what, bool path);
+  void on_queue_pair_event(const std::string& what, ibv_event_type type);
   /// The port on this side went down, or came back.
   void on_port_lost();
   void on_port_active();
@@ -187,8 +187,9 @@ class VerbsEndpoint final : public Endpoint {
   uint32_t generation_ = 0;
   bool local_ready_ = false;
   bool remote_ready_ = false;
-  bool failed_ = false;  ///< the queue pair is in ERR
-  bool proven_ = true;   ///< something has crossed the link since it was last made
+  bool failed_ = false;   ///< the queue pair is in ERR
+  bool proven_ = true;    ///< something has crossed the link since it was last made
+  uint32_t strikes_ = 0;  ///< sequence failures since a write last got across
   std::string broken_why_;
   std::string rebuild_why_;  ///< why the last attempt to make it work again failed
   int64_t link_deadline_ns_ = kNever;

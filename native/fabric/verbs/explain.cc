@@ -219,6 +219,8 @@ bool path_failure(ibv_wc_status status) {
   }
 }
 
+bool sequence_failure(ibv_wc_status status) { return status == IBV_WC_REM_INV_REQ_ERR; }
+
 }  // namespace jaxrdma::fabric::verbs
 
 #endif

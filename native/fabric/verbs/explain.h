@@ -44,6 +44,10 @@ std::string explain_event(ibv_event_type event);
 /// go on where this one stopped.
 bool path_failure(ibv_wc_status status);
 
+/// Whether the two devices may merely have lost track of each other, as Soft-RoCE does now and then
+/// when it repeats packets: worth another queue pair, but not many.
+bool sequence_failure(ibv_wc_status status);
+
 }  // namespace jaxrdma::fabric::verbs
 
 #endif

@@ -368,8 +368,8 @@ void VerbsFabric::read_async_events() {
   ibv_async_event event{};
   while (ibv_get_async_event(device_->context(), &event) == 0) {
     const std::string what = "device " + device_->name() + " " + explain_event(event.event_type);
-    const bool path = event.event_type == IBV_EVENT_QP_FATAL;
-    const bool of_queue_pair = path || event.event_type == IBV_EVENT_QP_REQ_ERR ||
+    const bool of_queue_pair = event.event_type == IBV_EVENT_QP_FATAL ||
+                               event.event_type == IBV_EVENT_QP_REQ_ERR ||
                                event.event_type == IBV_EVENT_QP_ACCESS_ERR;
     const uint32_t number = of_queue_pair ? event.element.qp->qp_num : 0;
     // Before anything is done about it: whoever destroys a queue waits until every event of it is
@@ -391,7 +391,7 @@ void VerbsFabric::read_async_events() {
       case IBV_EVENT_QP_ACCESS_ERR:
         for (auto& [id, endpoint] : endpoints_) {
           if (endpoint->queue_pair() != nullptr && endpoint->queue_pair()->number() == number)
-            endpoint->on_queue_pair_event(what, path);
+            endpoint->on_queue_pair_event(what, event.event_type);
         }
         break;
       case IBV_EVENT_CQ_ERR:
