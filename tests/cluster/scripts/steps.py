@@ -6,6 +6,7 @@ sleep.
 """
 
 import itertools
+import os
 import sys
 import time
 
@@ -14,6 +15,11 @@ import jax.numpy as jnp
 import optax
 
 import jaxrdma
+
+
+def say(text: str) -> None:
+    """A whole line or none: what `print` was interrupted in would come after the traceback."""
+    os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 def main() -> None:
@@ -40,12 +46,12 @@ def main() -> None:
         if deed == "leave":
             break
         if deed == "sleep":
-            print("sleeping", flush=True)
+            say("sleeping")
             time.sleep(600)
-        print(f"step {number}", flush=True)
+        say(f"step {number}")
         state = jax.block_until_ready(step(state))
     session.leave()
-    print("left", flush=True)
+    say("left")
 
 
 if __name__ == "__main__":
