@@ -51,7 +51,7 @@ native-test-%: $(STAMPS)/dev
 	@cd native && ../$(BIN)/cmake --preset $* --log-level=WARNING >/dev/null
 	@cd native && ../$(BIN)/cmake --build --preset $* --parallel $(JOBS) >../build/native/$*.log \
 	    || { cat ../build/native/$*.log; exit 1; }
-	@cd native && ../$(BIN)/ctest --preset $* --no-tests=error
+	@cd native && ../$(BIN)/ctest --preset $* --parallel $(JOBS) --no-tests=error
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check --quiet --output-format concise .
