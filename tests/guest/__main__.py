@@ -79,7 +79,9 @@ def suite() -> int:
         print(f"verbs tests NOT RUN: {reason}")
         return 0
 
-    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/verbs"]
+    # Plugins that are not used here take half a minute to import.
+    plugins = ("no:cacheprovider", "no:hypothesispytest", "no:jaxtyping")
+    pytest = [sys.executable, "-m", "pytest", *(f"-p{name}" for name in plugins), "tests/verbs"]
     jobs = {"Python tests": ([*pytest, "--junitxml=/out/pytest.xml"], PYTEST_S)}
     if NATIVE_TESTS.exists():
         # What concerns the bytes of tcp alone was tested without a guest.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.verbs.job import Job, plug_the_cable
+from tests.verbs.job import Job, plug_the_cable, stop_forking
 
 HERE = Path(__file__).parent
 NEEDED = ("rxe0", "rxe1")  # as tests/guest/devices.sh makes them, each reached from the other
@@ -23,6 +23,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=NOT_RUN))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks_end(session_mark: str) -> Iterator[None]:
+    """Before it is looked for processes that are left."""
+    yield
+    stop_forking()
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ JAXRDMA_*, and said in a line that begins with "verbs, "; nobody needs to listen
 """
 
 import argparse
+import os
 import sys
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -192,7 +194,17 @@ def work(args: argparse.Namespace) -> None:
     engine.close()
 
 
-def main() -> None:
+def forked(arguments: tuple[str, ...], environment: dict[str, str], output: Connection) -> None:
+    """`main` in a process that was forked from one which has the modules."""
+    for number in (1, 2):
+        os.dup2(output.fileno(), number)
+    output.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    main(arguments)
+
+
+def main(arguments: tuple[str, ...] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=["server", "worker"])
     parser.add_argument("index", type=int)
@@ -213,7 +225,7 @@ def main() -> None:
         "--coordinator", metavar="HOST:PORT", help="choose the device as a job does"
     )
     parser.add_argument("--verbs", nargs="*", default=[], metavar="NAME=VALUE")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.role == "server":
         serve(args)
     else:

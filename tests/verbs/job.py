@@ -1,14 +1,24 @@
 """Processes of tests on verbs, and the cable between their devices."""
 
+import abc
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+
+from tests.verbs import engines
 
 ENGINES = Path(__file__).parent / "engines.py"
 ROOT = Path(__file__).parents[2]
@@ -16,26 +26,43 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("timeout=14", "retry_count=6")
 
 
-class Process:
+# Processes of engines are forked from one that has read NumPy and the native module already: it takes an emulated
+# processor longer than most tests. (And pytest, which is their main module as multiprocessing sees it.)
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.verbs.engines", "pytest"])
+
+
+def stop_forking() -> None:
+    """Ends the process that forks, which would otherwise live as long as this one."""
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[reportPrivateUsage, attr-defined]
+    multiprocessing.resource_tracker._resource_tracker._stop()  # type: ignore[reportPrivateUsage, attr-defined]
+
+
+class Process(abc.ABC):
     """One process, whose lines are read as they come."""
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self) -> None:
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self._pipe, output = multiprocessing.Pipe(duplex=False)
+        with output:
+            self._start(output)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
+    @abc.abstractmethod
+    def _start(self, output: Connection) -> None: ...
+
+    @abc.abstractmethod
+    def _wait(self, seconds: float | None) -> int | None:
+        """Its exit status, negative for a signal; `None` while it runs."""
+
+    @abc.abstractmethod
+    def signal(self, number: signal.Signals) -> None: ...
+
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in open(self._pipe.fileno(), closefd=False):  # noqa: SIM115
             with self._changed:
                 self.lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
@@ -62,13 +89,9 @@ class Process:
                     pytest.fail(f"no line like {pattern!r} but:\n{self.output}")
                 self._changed.wait(left)
 
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
     def wait(self, seconds: float = 40) -> int:
-        try:
-            status = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        status = self._wait(seconds)
+        if status is None:
             pytest.fail(f"still running after {seconds} s:\n{self.output}")
         self._reader.join(10)
         return status
@@ -79,12 +102,57 @@ class Process:
         assert self.lines[-1] == last, self.output
 
     def end(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
+        if self._wait(0) is None:
+            self.signal(signal.SIGKILL)
+        self._wait(None)
         self._reader.join(10)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._pipe.close()
+
+
+class Command(Process):
+    """A program of its own."""
+
+    def __init__(self, *command: str) -> None:
+        self._command = command
+        super().__init__()
+
+    def _start(self, output: Connection) -> None:
+        self._process = subprocess.Popen(
+            self._command, cwd=ROOT, stdout=output.fileno(), stderr=output.fileno()
+        )
+
+    def _wait(self, seconds: float | None) -> int | None:
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+
+class Engine(Process):
+    """`engines.py` with these arguments."""
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str]) -> None:
+        self._arguments = arguments
+        self._environment = {**os.environ, **environment}
+        super().__init__()
+
+    def _start(self, output: Connection) -> None:
+        self._process = _FORKS.Process(
+            target=engines.forked, args=(self._arguments, self._environment, output)
+        )
+        self._process.start()
+
+    def _wait(self, seconds: float | None) -> int | None:
+        self._process.join(seconds)
+        return self._process.exitcode
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        if self._process.exitcode is None:
+            os.kill(self._process.pid, number)
 
 
 class Job:
@@ -94,13 +162,22 @@ class Job:
         self.processes: list[Process] = []
 
     def run(self, *command: str) -> Process:
-        process = Process(*command)
+        return self._keep(Command(*command))
+
+    def start(
+        self,
+        *arguments: str,
+        prefix: tuple[str, ...] = (),
+        environment: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> Process:
+        """An engine's process: `engines.py` with these arguments; after `prefix` as a program of its own."""
+        if prefix:
+            return self.run(*prefix, sys.executable, str(ENGINES), *arguments)
+        return self._keep(Engine(*arguments, environment=environment))
+
+    def _keep(self, process: Process) -> Process:
         self.processes.append(process)
         return process
-
-    def start(self, *arguments: str, prefix: tuple[str, ...] = ()) -> Process:
-        """An engine's process: `engines.py` with these arguments."""
-        return self.run(*prefix, sys.executable, str(ENGINES), *arguments)
 
     def train(self, *options: str, verbs: tuple[str, ...] = QUICK) -> tuple[Process, list[Process]]:
         server = self.start("server", "0", *options, "--verbs", "device=rxe1", *verbs)

@@ -151,7 +151,8 @@ def test_a_job_runs_where_there_is_only_ipv6(job: Job) -> None:
 
 def test_a_wrong_gid_index_is_refused_with_the_best_of_those_there_are(job: Job) -> None:
     process = job.start(
-        "server", "0", "--coordinator", "127.0.0.1:1", prefix=("env", "JAXRDMA_GID_INDEX=99")
+        *("server", "0", "--coordinator", "127.0.0.1:1"),
+        environment={"JAXRDMA_GID_INDEX": "99"},
     )
     assert process.wait() == 3, process.output
     process.wait_for(
