@@ -103,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="digits with a parameter server")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--save", metavar="FILE", help="write the parameters, as .npz")
     options = parser.parse_args()
 
     with jaxrdma.connect() as session:
@@ -129,6 +130,8 @@ def main() -> None:
         if session.index == 0:
             found = float(accuracy(state.params, *held_out))
             report.table(found, session.stats())
+            if options.save:
+                np.savez(options.save, **jax.device_get(state.params))
 
 
 class Report:

@@ -4,6 +4,7 @@ Usage, from any folder:
   python tests/cluster/full.py orders    all 24 orders of starts, delays of 0 to 20 s, three jobs at a time
   python tests/cluster/full.py kills     kill -9 of a worker, a server, the coordinator, 20 times each
   python tests/cluster/full.py one-core  20 starts of 1000 steps on one core with one thread
+  python tests/cluster/full.py idle      what a session that does nothing costs in 60 s: processor time of the busiest
   python tests/cluster/full.py leaves    every kind of leaf, one of 512 MiB; needs 20 GiB of memory
 Options: --times N instead of 20 (or of all orders), --delay S instead of 20, --jobs N at a time, --seed N.
 """
@@ -21,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.cluster.job import Job
@@ -29,6 +32,8 @@ from tests.cluster.test_leaves import train_every_leaf
 from tests.cluster.test_one_core import train_on_one_core
 from tests.cluster.test_start import ORDERS, run_in_order
 from tests.conftest import MARK, describe, marked_processes
+
+IDLE_S = 60
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,9 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
 
         return [Case("leaves", "one of 512 MiB", leaves)] * (times or 1)
 
+    if what == "idle":
+        return [Case("idle", "all wait for a worker that sleeps", rest)] * (times or 1)
+
     def one_core(number: int) -> Case:
         threads = ("1", "8")[number % 2]
         return Case(
@@ -87,6 +95,25 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
         )
 
     return [one_core(number) for number in range(times or 20)]
+
+
+def rest(job: Job) -> float:
+    """Seconds of processor time, in 60 s, of the busiest process of a job in which nobody has anything to do."""
+    job.start("steps.py", 8, "0:20:sleep", "1:20:sleep")
+    for worker in ("worker 0", "worker 1"):
+        job.wait_for_output(worker, "sleeping")
+
+    def used() -> dict[str, float]:
+        times = {name: psutil.Process(p.pid).cpu_times() for name, p in job.processes.items()}
+        return {name: t.user + t.system for name, t in times.items()}
+
+    time.sleep(2)  # what the last step left to do
+    before = used()
+    time.sleep(IDLE_S)
+    seconds = {name: after - before[name] for name, after in used().items()}
+    print(", ".join(f"{name} {s:.2f} s" for name, s in seconds.items()), flush=True)
+    assert max(seconds.values()) < 0.01 * IDLE_S, seconds
+    return max(seconds.values())
 
 
 def run(case: Case, number: int, workers: tuple[int, int]) -> Outcome:
@@ -109,7 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["orders", "kills", "one-core", "leaves"])
+    parser.add_argument("what", choices=["orders", "kills", "one-core", "idle", "leaves"])
     parser.add_argument("--times", type=int)
     parser.add_argument("--delay", type=float, default=20.0)
     parser.add_argument("--jobs", type=int)

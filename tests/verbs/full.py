@@ -6,6 +6,8 @@ WHAT is:
   loss     100 steps of 1 MB on a cable that loses 0.5 %, then 3 % of the packets
   kills    kill -9 of a worker and of the server, 20 times each (--times N)
   cable    20 cuts of 0.3 to 3 s in one job (--times N)
+  demo     one epoch of the digits over tcp, then over verbs: the same bits
+With TEST_TRANSPORT=verbs TEST_PATIENCE=5, tests/cluster/full.py kills and idle run over verbs too, with JAX.
 """
 
 import argparse
@@ -13,16 +15,20 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.verbs.job import QUICK, Job, plug_the_cable, pull_the_cable, run
+from tests.verbs.job import QUICK, Command, Job, plug_the_cable, pull_the_cable, run
 
 LOSS_S = 1500  # an idle emulated machine takes a tenth of it
 SOON_S = 30
+DEMO_S = 600
 
 
 def lose(percent: float) -> float:
@@ -82,6 +88,32 @@ def cut(times: int, chance: random.Random) -> list[float]:
         plug_the_cable()
 
 
+def demo() -> float:
+    """Seconds for the digits over verbs; the parameters are those of tcp, bit for bit."""
+    saved: dict[str, dict[str, bytes]] = {}
+    seconds = 0.0
+    for transport in ("tcp", "verbs"):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "parameters.npz"
+            totals = ("--servers", "1", "--workers", "2", "--ordered", "--transport", transport)
+            command = (sys.executable, "-m", "jaxrdma", "launch", *totals, "examples/digits.py")
+            began = time.monotonic()
+            job = Command(*command, "--epochs", "1", "--save", str(file))
+            try:
+                assert job.wait(DEMO_S) == 0, job.output
+            finally:
+                job.end()
+            seconds = time.monotonic() - began
+            print(job.output[job.output.index("digits\n") :], flush=True)
+            row = r"transport to server 0 .*" + (
+                r"verbs, rxe0 port 1, GID .*MTU 4096" if transport == "verbs" else "tcp"
+            )
+            job.wait_for(row)
+            saved[transport] = {name: leaf.tobytes() for name, leaf in np.load(file).items()}
+    assert len(saved["tcp"]) == 8 and saved["tcp"] == saved["verbs"]
+    return seconds
+
+
 def measured(name: str, what: Callable[[], float]) -> tuple[float | None, str]:
     """Also what kept it from ending well."""
     try:
@@ -98,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("loss", "kills", "cable"))
+    parser.add_argument("what", choices=("loss", "kills", "cable", "demo"))
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -111,6 +143,8 @@ def main() -> int:
         groups = {
             role: [lambda r=role: kill(r, chance)] * args.times for role in ("worker", "server")
         }
+    elif args.what == "demo":
+        groups = {"digits over verbs": [demo]}
     else:
         groups = {"longest pause after a cut": [lambda: max(cut(args.times, chance))]}
 
