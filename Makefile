@@ -15,6 +15,8 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 # scikit-build-core starts CMake by itself; this reaches it.
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# Tests start hundreds of processes, and each would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: clang-tidy help demo test lint format bench wheel clean native-tests python-tests test-verbs
 .DELETE_ON_ERROR:
@@ -37,8 +39,10 @@ test: $(STAMPS)/dev
 	@$(MAKE) --no-print-directory python-tests
 	@$(MAKE) --no-print-directory test-verbs
 
+# As many at a time as there are processors; but not two pairs of guests, each of which takes them all.
 python-tests: $(STAMPS)/dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --ignore tests/guest
+	$(BIN)/pytest tests/guest
 
 # Last in `test`: where it cannot run, it says so in the last line, and succeeds.
 test-verbs: $(STAMPS)/dev
