@@ -14,7 +14,16 @@ import sys
 from typing import Any
 
 from jaxrdma.cluster import ClusterSpec
-from jaxrdma.control import ControlClient, Ended, Failed, FlowRejected, JobFailed, Message, Shutdown
+from jaxrdma.control import (
+    ControlClient,
+    Ended,
+    Failed,
+    FlowRejected,
+    JobFailed,
+    Message,
+    Shutdown,
+    say_on_stderr,
+)
 from jaxrdma.errors import JaxRdmaError
 from jaxrdma.signals import do_nothing
 
@@ -27,6 +36,7 @@ class _Delegate:
         self._ends = ends
         self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._outcome: int | None = None
+        self._joined = False
         self._received = b""
         self._client = ControlClient(
             spec,
@@ -34,7 +44,7 @@ class _Delegate:
             0,
             secrets.randbits(63),
             on_message=self._on_message,
-            say=lambda text: None,  # the processes beside it say the same
+            say=self._say,
         )
 
     def run(self) -> int:
@@ -45,6 +55,7 @@ class _Delegate:
             except JaxRdmaError as error:
                 self._report_cause("refused", str(error), "launcher", -1)
                 return 1
+            self._joined = True
             self._report({"joined": True})
             # Not before: who has not joined may be ended by any signal.
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -59,6 +70,10 @@ class _Delegate:
             if self._outcome == 0:
                 self._client.leave(-1)
             return self._outcome
+
+    def _say(self, text: str) -> None:
+        if not self._joined:  # then the processes beside it are started, and say the same
+            say_on_stderr(text)
 
     def _woken(self) -> None:
         """A signal came, or, for a 0, the outcome."""

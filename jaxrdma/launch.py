@@ -278,7 +278,7 @@ class _Launcher:
         self._spec = _job_spec(plan)
         self._share = plan.share or Share(True, (*range(plan.servers),), (*range(plan.workers),))
         self._ends: int | None = None  # where the delegate hears who ended
-        self._attended = False  # the delegate has reached the coordinator
+        self._coordinator = self._spec.coordinator  # its address; "" before it has told it
         longest = max(plan.servers, plan.workers) - 1
         self._width = max(len("coordinator"), len(f"worker {longest}"))
 
@@ -293,8 +293,6 @@ class _Launcher:
                 self._start_delegate()
             if self._share.coordinator:
                 self._start_coordinator()
-            else:
-                self._start_others(self._spec.coordinator)
             while self._running and not self._abandoned:
                 self._turn()
         finally:
@@ -349,9 +347,9 @@ class _Launcher:
             os.close(ends)
         self._selector.register(reading, selectors.EVENT_READ, lambda: self._reported(reading))
 
-    def _start_others(self, coordinator: str) -> None:
+    def _start_others(self) -> None:
         def spec(role: str, index: int) -> ClusterSpec:
-            return replace(self._spec, coordinator=coordinator, role=role, index=index)
+            return replace(self._spec, coordinator=self._coordinator, role=role, index=index)
 
         listen = [] if self._plan.listen is None else ["--listen", self._plan.listen]
         for index in self._share.servers:
@@ -454,7 +452,9 @@ class _Launcher:
         for line in lines:
             fact = json.loads(line)
             if "joined" in fact:
-                self._attended = True
+                # Not before: a short job could be over, and its coordinator gone, when the delegate comes.
+                if not self._stopping and self._interrupt is None:
+                    self._start_others()
             elif "address" not in fact:
                 if not self._stopping and self._cause is None:  # or the cause is the launcher
                     self._cause = fact
@@ -463,7 +463,9 @@ class _Launcher:
                         self._after(INTERRUPT_SECONDS, self._stop)
             elif not self._stopping and self._interrupt is None:
                 self._schedule = [i for i in self._schedule if i[1] != self._coordinator_is_late]
-                self._start_others(fact["address"])
+                self._coordinator = fact["address"]
+                if self._plan.share is None:
+                    self._start_others()
 
     def _coordinator_is_late(self) -> None:
         self._complaint = f"the coordinator did not open its port within {self._patience:.0f} s"
@@ -484,10 +486,6 @@ class _Launcher:
             self._first = child
             self._after(FAILURE_SECONDS, self._stop)
         workers = [c for c in self._children if c.role == "worker"]
-        others = [c for c in self._children if c.role != "launcher"]
-        if self._plan.share is not None and not self._attended and all(c.code == 0 for c in others):
-            # A job so short that its coordinator was gone before the delegate came.
-            self._after(0.0 if self._share.coordinator else ENDING_SECONDS, self._delegate_is_late)
         if workers and all(c.code is not None for c in workers):
             if self._interrupt is not None:
                 self._stop()
@@ -496,10 +494,6 @@ class _Launcher:
             elif self._first is None and not self._ending:
                 self._ending = True
                 self._after(ENDING_SECONDS, self._end_is_late)
-
-    def _delegate_is_late(self) -> None:
-        if not self._attended:
-            self._stop()
 
     def _tell_delegate(self, child: _Child) -> None:
         if self._ends is None or child.role not in ROLES:

@@ -551,6 +551,7 @@ MACHINE = (
 def command(monkeypatch, machine: tuple[Device, ...], *arguments: str) -> int:
     for name in ("JAXRDMA_DEVICE", "JAXRDMA_PORT", "JAXRDMA_GID_INDEX"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "160")  # the table is as wide as what it is shown on
     monkeypatch.setattr(
         devices, "read_devices", lambda reader: devices.Inventory("native", "a test", machine)
     )
