@@ -11,7 +11,8 @@ NATIVE_TESTS := $(shell find tests/native -type f 2>/dev/null)
 CXX_FILES := $(filter %.h %.cc,$(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks -name '*.cc'))
 # The extension module and the handlers are left out: the native tests, whose compiler commands are used, lack them.
 TIDY_FILES := $(filter native/base/%.cc native/fabric/%.cc native/engine/%.cc,$(NATIVE))
-PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+# What is imported is compiled then: a small part of what is installed.
+PIP_INSTALL := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 
 # scikit-build-core starts CMake by itself; this reaches it.
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
@@ -98,7 +99,7 @@ $(STAMPS)/venv:
 	@touch $@
 
 $(STAMPS)/demo: $(STAMPS)/venv pyproject.toml $(NATIVE)
-	$(PIP) install --editable '.[examples]'
+	$(PIP_INSTALL) --editable '.[examples]'
 	@touch $@
 
 # Before the build, which leaves verbs out where libibverbs has no headers.
@@ -108,5 +109,5 @@ $(STAMPS)/packages: .ci/system-packages
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/packages $(STAMPS)/venv pyproject.toml $(NATIVE)
-	$(PIP) install $(ISOLATION) --editable '.[examples,dev]'
+	$(PIP_INSTALL) $(ISOLATION) --editable '.[examples,dev]'
 	@touch $@ $(STAMPS)/demo

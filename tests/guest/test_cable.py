@@ -51,32 +51,20 @@ def stop(*commands: Command) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_cable_pulled_for_3_seconds_is_survived(wire: Wire) -> None:
-    server, *workers = start(wire, "--steps", "60", "--pause", "0.1", *QUICK)
-    for end, step in (("a", 20), ("b", 40)):
-        wire.pull(end)
-        try:
-            time.sleep(3)
-        finally:
-            wire.plug(end)
-        for worker in workers:
-            worker.wait_for(f"^step {step}$", 60)
-    try:
-        for worker in workers:
-            assert worker.wait(120) == 0, worker.output + server.output
-            assert worker.output.splitlines()[-1] == "done"  # every mean was right
-    finally:
-        stop(server, *workers)
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("end", ["a", "b"])
-def test_a_cable_pulled_for_good_is_named_on_both_sides(wire: Wire, end: str) -> None:
+def test_a_cable_that_comes_back_is_survived_and_one_that_does_not_is_named(wire: Wire) -> None:
+    """Python takes long to start there, so it is one job."""
     limit = f"link_timeout_ms={LINK_TIMEOUT_S * 1000:.0f}"
     server, near, far = start(wire, "--steps", "100000", "--pause", "0.1", *QUICK, limit)
-    wire.pull(end)
-    begin = time.monotonic()
     try:
+        for end in ("a", "b"):
+            wire.pull(end)
+            time.sleep(3)
+            wire.plug(end)
+            for worker in (near, far):
+                at = len(re.findall("^step", worker.output, re.MULTILINE))
+                worker.wait_for(f"^step {at + 10}$", 60)  # and every mean was right
+        wire.pull("a")
+        begin = time.monotonic()
         said = {
             "b": far.wait_for("^failed UNAVAILABLE: lost the data .* server 0 .*$", LIMIT_S)[0],
             "a": server.wait_for("^WORKER_LOST worker 1: .*$", LIMIT_S)[0],
@@ -90,5 +78,6 @@ def test_a_cable_pulled_for_good_is_named_on_both_sides(wire: Wire, end: str) ->
         # Not before its time, and not much later on an emulated processor either.
         assert LINK_TIMEOUT_S - 1 < seconds < LIMIT_S, said
     finally:
-        wire.plug(end)
+        for end in ("a", "b"):
+            wire.plug(end)
         stop(server, near, far)

@@ -27,21 +27,11 @@ def test_means_are_right_and_the_choice_is_told(job: Job) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_cable_pulled_for_3_seconds_is_survived(job: Job) -> None:
-    _, workers = job.train(*SMALL, "--steps", "30", "--pause", "0.1")
-    workers[0].wait_for("^step 5$")
-    pull_the_cable()
-    time.sleep(3)
-    plug_the_cable()
-    finished_well(workers)
-
-
-@pytest.mark.timeout(120)
 def test_a_cable_pulled_again_and_again_is_survived(job: Job) -> None:
     # Long enough, now and then, to find no route, an endless retry, or a link that is made and breaks at once.
     _, workers = job.train(*SMALL, "--steps", "100", "--pause", "0.1")
     workers[0].wait_for("^step 5$")
-    for cut in (0.3, 1.2, 0.6, 2.0, 0.9, 0.4):
+    for cut in (0.3, 1.2, 0.6, 3.0, 0.9, 0.4):
         pull_the_cable()
         time.sleep(cut)
         plug_the_cable()
