@@ -276,10 +276,11 @@ void Engine::progress() {
     for (const fabric::Event& event : events) handle(event);
     const int wait_ms = leaving_ ? depart_due() : -1;
     settle();
-    sleeps_patiently_ = patient();
-    const bool patiently = sleeps_patiently_;
+    const bool busy = moved || !events.empty();
+    const bool patiently = !busy && patient();
+    sleeps_patiently_ = patiently;
     progress_lock_.unlock();
-    if (moved || !events.empty()) {
+    if (busy) {
       idle_since = Clock::now();
     } else if (Clock::now() - idle_since < spin) {
       std::this_thread::yield();
