@@ -609,12 +609,9 @@ Status Engine::prepare_read(const Operation& what, Flow& flow) {
 }
 
 void Engine::begin_read(std::list<Active>::iterator active, Flow& flow) {
-  const bool nothing = flow.spec.partitions.empty();
-  if (Status prepared = nothing ? Status() : prepare_read(active->operation, flow);
-      nothing || !prepared.ok()) {
-    finish(active, std::move(prepared));
-    return;
-  }
+  if (flow.spec.partitions.empty()) return finish(active, {});
+  if (Status prepared = prepare_read(active->operation, flow); !prepared.ok())
+    return finish(active, std::move(prepared));
   flow.reading = Reading{};
   flow.reading.active = true;
   flow.reading.operation = active;
