@@ -286,8 +286,12 @@ bool VerbsFabric::poll(std::vector<Event>& events) {
     if (found->second->dead()) endpoints_.erase(found);
   }
   retired_.clear();
-  impatient_ = std::any_of(endpoints_.begin(), endpoints_.end(),
-                           [](const auto& entry) { return entry.second->needs_completions(); });
+  const bool needed = std::any_of(endpoints_.begin(), endpoints_.end(), [](const auto& entry) {
+    return entry.second->needs_completions();
+  });
+  // Another thread of the owner may be asleep, and too patiently now.
+  if (needed && !impatient_.exchange(true)) signalling_->wake();
+  if (!needed) impatient_ = false;
   polling_ = nullptr;
   return moved || events.size() != before;
 }
