@@ -130,7 +130,7 @@ void VerbsEndpoint::on_setup(uint32_t generation, const Status& status) {
   if (dead() || ended_ || generation != generation_ || failed_) return;
   if (!status.ok()) {
     if (!connected_) {
-      end({status.code(), not_made(status.message())});
+      end({status.code(), not_made(" could not be made: " + status.message())});
       return;
     }
     rebuild_why_ = status.message();
@@ -567,8 +567,7 @@ std::string VerbsEndpoint::link_name() const {
 }
 
 std::string VerbsEndpoint::not_made(const std::string& why) const {
-  return "the verbs connection to " + peer_ + " could not be made: " + why +
-         " (this side: " + fabric_.describe() +
+  return "the verbs connection to " + peer_ + why + " (this side: " + fabric_.describe() +
          (remote_.queue_pair == 0 ? std::string() : "; the peer: " + device_text(remote_)) + ")";
 }
 
@@ -582,7 +581,7 @@ void VerbsEndpoint::break_link(const std::string& why) {
   // Of one that closes there is no queue pair left to break.
   if (dead() || ended_ || state_ == State::kDraining || state_ == State::kClosing) return;
   if (!connected_) {
-    end({Code::kUnavailable, not_made(why)});
+    end({Code::kUnavailable, not_made(" could not be made: " + why)});
     return;
   }
   if (broken_why_.empty()) broken_why_ = why;
@@ -780,11 +779,7 @@ void VerbsEndpoint::on_deadline() {
     return;
   }
   if (!connected_) {
-    end({Code::kUnavailable,
-         "the verbs connection to " + peer_ +
-             " was not made in time (this side: " + fabric_.describe() +
-             (remote_.queue_pair == 0 ? std::string() : "; the peer: " + device_text(remote_)) +
-             ")"});
+    end({Code::kUnavailable, not_made(" was not made in time")});
     return;
   }
   if (link_deadline_ns_ != kNever && now_ns() >= link_deadline_ns_) {

@@ -165,6 +165,7 @@ class VerbsEndpoint final : public Endpoint {
   void announce_end(Status why);
   std::string link_name() const;
   std::string link_text() const;
+  /// Of a connection that never was: `why` goes on from its name; both devices are told.
   std::string not_made(const std::string& why) const;
 
   VerbsFabric& fabric_;
