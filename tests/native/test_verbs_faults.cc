@@ -17,12 +17,10 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <random>
 #include <string>
@@ -30,6 +28,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "call.h"
 #include "engine/server.h"
 #include "engine/worker.h"
 #include "fabric/verbs/fabric.h"
@@ -1047,33 +1046,13 @@ struct Job {
 class Exchange {
  public:
   Exchange(WorkerEngine& engine, int64_t step, float value) : values(kElements, value) {
-    Operation operation;
-    operation.kind = OperationKind::kExchange;
-    operation.flow = 0;
-    operation.step = step;
-    LeafBuffers leaf;
-    leaf.source = reinterpret_cast<const std::byte*>(values.data());
-    leaf.target = reinterpret_cast<std::byte*>(values.data());
-    operation.leaves.push_back(leaf);
-    operation.done = [this](const Status& status) {
-      const std::lock_guard guard(lock_);
-      outcome_ = status;
-      changed_.notify_all();
-    };
-    engine.start(std::move(operation));
+    call_.start(engine, OperationKind::kExchange, step, &values, &values);
   }
-  Status wait() {
-    std::unique_lock guard(lock_);
-    REQUIRE(changed_.wait_for(guard, std::chrono::milliseconds(kTimeoutMs),
-                              [this] { return outcome_.has_value(); }));
-    return *outcome_;
-  }
+  Status wait() { return call_.wait(kTimeoutMs); }
   std::vector<float> values;
 
  private:
-  std::mutex lock_;
-  std::condition_variable changed_;
-  std::optional<Status> outcome_;
+  testing::Call call_;
 };
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "call.h"
 #include "engine/crew.h"
 #include "engine/server.h"
 #include "engine/worker.h"
@@ -21,6 +22,8 @@ namespace {
 
 constexpr size_t kPartitionBytes = 1024;
 constexpr int kTimeoutMs = 10000;
+
+using testing::Call;
 
 std::vector<std::byte> token(uint32_t worker, uint32_t server) {
   std::vector<std::byte> bytes(fabric::Hello::kTokenBytes);
@@ -91,46 +94,6 @@ class Cluster {
  private:
   std::vector<std::shared_ptr<ServerEngine>> servers_;
   std::vector<std::shared_ptr<WorkerEngine>> workers_;
-};
-
-/// An operation and the wait for its end.
-class Call {
- public:
-  void start(WorkerEngine& engine, OperationKind kind, int64_t step,
-             const std::vector<float>* source, std::vector<float>* target) {
-    Operation operation;
-    operation.kind = kind;
-    operation.flow = 0;
-    operation.step = step;
-    LeafBuffers leaf;
-    if (source != nullptr) leaf.source = reinterpret_cast<const std::byte*>(source->data());
-    if (target != nullptr) leaf.target = reinterpret_cast<std::byte*>(target->data());
-    operation.leaves.push_back(leaf);
-    operation.done = [this](const Status& status) {
-      std::lock_guard guard(lock_);
-      ++calls_;
-      outcome_ = status;
-      changed_.notify_all();
-    };
-    engine.start(std::move(operation));
-  }
-  Status wait() {
-    std::unique_lock guard(lock_);
-    REQUIRE(changed_.wait_for(guard, std::chrono::milliseconds(kTimeoutMs),
-                              [this] { return outcome_.has_value(); }));
-    CHECK(calls_ == 1);
-    return *outcome_;
-  }
-  bool ended() {
-    std::lock_guard guard(lock_);
-    return outcome_.has_value();
-  }
-
- private:
-  std::mutex lock_;
-  std::condition_variable changed_;
-  std::optional<Status> outcome_;
-  int calls_ = 0;
 };
 
 std::vector<float> pattern(size_t elements, int worker, int64_t step) {
