@@ -7,9 +7,11 @@ import secrets
 import signal
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +22,19 @@ from numpy.typing import NDArray
 from jaxrdma import _native, control, step, trace, transport
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message
-from jaxrdma.errors import CancelledError, ConfigError
+from jaxrdma.errors import (
+    CancelledError,
+    ConfigError,
+    MismatchError,
+    StepError,
+    TransportError,
+)
 from jaxrdma.memory import Locked, copy_bytes
 from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
 from jaxrdma.policy import SyncReplicas
 from jaxrdma.signals import SignalWatch, tell_interrupts_plainly
-from jaxrdma.step import PSState
+from jaxrdma.step import AverageState, PSState
 
 if TYPE_CHECKING:
     import optax
@@ -34,6 +42,11 @@ if TYPE_CHECKING:
 # A lost data connection is nearly always the echo of a dying process, of which the coordinator knows more: it is given
 # this long to say so before the connection itself is called the cause.
 _VERDICT_SECONDS = 3.0
+
+# While a server runs an update its parameters cannot be read, and nobody tells a reader when it has ended: so we look
+# again, soon at first, and at last give up.
+_LOOK_SECONDS = 0.001, 0.05
+_REST_SECONDS = 10.0
 
 _session_numbers = itertools.count()
 
@@ -99,8 +112,17 @@ def connect(
     return Session(spec)
 
 
+class _Model(NamedTuple):
+    """What was agreed on: by its number, the flow."""
+
+    plan: Plan
+    spec: "_native.FlowSpec"
+
+
 class Session:
     """One worker's place in its job. Made by `connect`; closed by `leave`, `close`, or the end of the program.
+
+    `init` starts a model, `ps_step` trains it, `read` looks at it in between; each model has states of its own.
 
     **Attributes:** `index`, `num_workers`, `num_servers`; `id`, the small number that compiled programs hold.
     """
@@ -109,13 +131,17 @@ class Session:
         self.id = next(_session_numbers)
         self._spec = spec
         self._flows = step.open_session(self.id)
-        self._plans: list[Plan] = []
+        self._models: list[_Model] = []
+        self._read_lock = (
+            threading.Lock()
+        )  # one read at a time: the engine remembers the step of the last one
+        self._readable: set[int] = set()  # models with memory to read into
         self._closed = False
         self._close_lock = threading.Lock()
         self._verdict = threading.Event()
         self._incarnation = secrets.randbits(63)
         self._made: _native.WorkerEngine | None = None
-        self._why = ""  # this transport
+        self._transport, self._why = "", ""  # which, and why this
         self._locked: Locked | None = None  # over verbs
         if spec.transport == "verbs":
             transport.check_verbs(spec)
@@ -191,22 +217,54 @@ class Session:
         )
         # The programs are needed once; the other workers compare what they are made from.
         programs = export_update(analysis, plan).programs if self.index == 0 else []
-        flow, spec = self._agree(
-            leaves, treedef, plan, "update", policy, analysis.fingerprint, programs
-        )
+        flow = self._agree(leaves, treedef, plan, "update", policy, analysis.fingerprint, programs)
         host = (
             [np.ascontiguousarray(np.asarray(array)) for array in arrays] if self.index == 0 else []
         )
-        targets = [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
         kind = _native.OperationKind.INIT if self.index == 0 else _native.OperationKind.FETCH
-        self._run(kind, flow, [_bytes(a) for a in host], [_bytes(a) for a in targets], spec)
-        placed = [_place(target, array) for target, array in zip(targets, arrays, strict=True)]
-        return PSState(
-            params=jax.tree.unflatten(treedef, placed),
-            step=jnp.zeros((), jnp.int32),
-            session=self.id,
-            flow=flow,
-        )
+        values, status = self._receive(kind, flow, host)
+        if not status.ok:
+            raise self._first_cause(status)
+        return self._state(flow, values, arrays, jnp.zeros((), jnp.int32))
+
+    def read(self, state: PSState) -> PSState:
+        """The parameters as the servers hold them now, and their step; over verbs.
+
+        Nothing is pushed, and no worker is waited for: they are read out of the servers' memory (RDMA READ), all of one
+        version, as soon as no server is in the middle of an update. Training goes on from its own state, as if nothing
+        had been read. May be called beside a step, by another thread or between `push` and `pull`; not inside `jit`.
+
+        The first call of a model locks memory for one more copy of it.
+
+        **Arguments:**
+
+        - `state`: any state of the model, also one that was donated: it says which model, and where arrays go.
+
+        **Returns:** a state in arrays of its own. Between two steps of this worker it equals what the last of them
+        returned, because no step ends without this worker; beside a step it may be one further.
+
+        **Raises:** `TransportError` if the job's transport is not verbs, or no more memory may be locked; `ConfigError`
+        for a model whose gradients are only averaged; `StepError` if steps followed each other too fast to read
+        between them; `MismatchError` if `state` is of another session or has other leaves; `TypeError` under `jit`,
+        `vmap` or `grad`; `CancelledError` if the session is closed; `PeerFailedError`.
+        """
+        self._check_open("read")
+        self._check_readable(state)
+        model = step.find_flow(state.session, state.flow, "read")
+        likes = model.flatten("params", state.params, exact=True)
+        with self._read_lock:
+            if self._locked is not None and state.flow not in self._readable:
+                need = copy_bytes(self._models[state.flow].plan)
+                self._locked.add(f"what is read of model {state.flow}", need)
+                self._readable.add(state.flow)
+            values = self._read_at_rest(state.flow)
+            found = self._engine.stats().last_read
+        if any(like.size for like in likes):
+            newest = jnp.asarray(found, jnp.int32)
+        else:
+            # The servers hold nothing, of any step. A copy, because either state may be donated.
+            newest = jnp.array(state.step, copy=True)
+        return self._state(state.flow, values, likes, newest)
 
     def average_flow(self, params: Any, known: dict[tuple[LeafSpec, ...], int]) -> int:
         """The number of a model whose gradients are averaged only. For `average_gradients`.
@@ -221,7 +279,7 @@ class Session:
         if traced and key in known:
             return known[key]
         plan = assign_partitions(leaves, self.num_servers, self._spec.partition_bytes)
-        flow, _ = self._agree(leaves, treedef, plan, "average", SyncReplicas(), "", [])
+        flow = self._agree(leaves, treedef, plan, "average", SyncReplicas(), "", [])
         known[key] = flow
         return flow
 
@@ -272,7 +330,7 @@ class Session:
         roster = self._client.join()
         servers = sorted(roster.servers, key=lambda entry: entry.index)
         addresses = [entry.address for entry in servers]
-        self._why = roster.why
+        self._transport, self._why = roster.transport, roster.why
         self._made = self._make_engine(roster.transport, addresses)
         if self._client.failure is not None:
             raise self._client.failure  # came while there was no engine to be told
@@ -308,9 +366,9 @@ class Session:
         policy: SyncReplicas,
         fingerprint: str,
         programs: list[bytes],
-    ) -> tuple[int, "_native.FlowSpec"]:
-        """Compare the model with the other workers', and make it known to the engine."""
-        flow = len(self._plans)
+    ) -> int:
+        """Compare the model with the other workers', and make it known to the engine. Returns its number."""
+        flow = len(self._models)
         resolved = policy.resolve(self.num_workers)
         self._client.send(
             FlowProposal(
@@ -331,22 +389,77 @@ class Session:
             self._locked.add(f"a copy of model {flow}", copy_bytes(plan))
         spec = flow_spec(flow, mode, plan)
         raise_for(self._engine.add_flow(spec))
-        self._plans.append(plan)
+        self._models.append(_Model(plan, spec))
         calls = step.make_calls(self.id, flow, leaves, average=mode == "average")
         self._flows[flow] = step.FlowCalls(tuple(leaves), treedef, calls)
-        return flow, spec
+        return flow
 
-    def _run(
-        self,
-        kind: "_native.OperationKind",
-        flow: int,
-        sources: list[NDArray[np.uint8]],
-        targets: list[NDArray[np.uint8]],
-        spec: "_native.FlowSpec",
-    ) -> None:
-        status = self._engine.run_operation(kind, flow, 0, sources, targets, spec)
-        if not status.ok:
-            raise self._first_cause(status)
+    def _receive(
+        self, kind: "_native.OperationKind", flow: int, sources: Sequence[NDArray[Any]] = ()
+    ) -> tuple[list[NDArray[Any]], "_native.Status"]:
+        """Run an operation whose results are parameters, in new arrays. Ctrl-C ends it."""
+        leaves = self._flows[flow].leaves
+        values = [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
+        status = self._engine.run_operation(
+            kind,
+            flow,
+            0,
+            [_bytes(array) for array in sources],
+            [_bytes(array) for array in values],
+            self._models[flow].spec,
+        )
+        return values, status
+
+    def _state(
+        self, flow: int, values: Sequence[Any], likes: Sequence[Any], step: jax.Array
+    ) -> PSState:
+        """A state of `values`, each placed as the one of `likes` is."""
+        placed = [_place(value, like) for value, like in zip(values, likes, strict=True)]
+        return PSState(self._flows[flow].unflatten(placed), step, self.id, flow)
+
+    # --- reading ---
+
+    def _check_readable(self, state: PSState) -> None:
+        if isinstance(state, AverageState):
+            raise ConfigError(
+                "read of a model whose gradients are only averaged: its servers hold no parameters, each worker has "
+                "its own"
+            )
+        # The first for vmap and grad, the second for a state from outside of the function that is traced.
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
+        if traced or isinstance(jnp.zeros(()), Tracer):
+            raise TypeError(
+                "session.read inside jit, vmap or grad: it would run once, when the function is traced. Call it "
+                "between two calls of the jitted function"
+            )
+        if state.session != self.id:
+            raise MismatchError(
+                f"read in session {self.id} of a state of session {state.session}: give a state that this session's "
+                "init, or a ps_step from there, returned"
+            )
+        if self._transport != "verbs":
+            raise TransportError(
+                f"reading needs transport verbs, and this job has {self._transport} ({self._why}): only an RDMA device "
+                "reads in a server's memory. Take the state that the last ps_step returned: it is the newest"
+            )
+
+    def _read_at_rest(self, flow: int) -> list[NDArray[Any]]:
+        """What the servers hold, once no update is changing it."""
+        deadline = time.monotonic() + _REST_SECONDS
+        pause, longest = _LOOK_SECONDS
+        while True:
+            values, status = self._receive(_native.OperationKind.READ, flow)
+            if status.ok:
+                return values
+            if status.code != _native.Code.STALE:
+                raise self._first_cause(status)
+            if time.monotonic() > deadline:
+                raise StepError(
+                    f"the servers' parameters changed whenever they were read, for {_REST_SECONDS:.0f} s: read between "
+                    "two steps of this worker, when they rest"
+                )
+            self._verdict.wait(pause)  # else the engine knows at once
+            pause = min(2 * pause, longest)
 
     # --- while it lives ---
 

@@ -106,7 +106,7 @@ def ps_step(state: PSState, grads: Any) -> PSState:
     `TypeError` under `vmap` or `grad`. When the program runs, `jax.errors.JaxRuntimeError` with a text that names the
     process that failed, or says that the step is stale.
     """
-    flow = _flow(state.session, state.flow, "ps_step")
+    flow = find_flow(state.session, state.flow, "ps_step")
     params = flow.flatten("params", state.params, exact=True)
     pushed = flow.flatten("grads", grads)
     step, results = flow.calls.exchange(state.step, params, pushed)
@@ -120,14 +120,14 @@ def push(state: PSState, grads: Any) -> Ticket:
 
     **Arguments and errors:** those of `ps_step`.
     """
-    flow = _flow(state.session, state.flow, "push")
+    flow = find_flow(state.session, state.flow, "push")
     step = flow.calls.push(state.step, flow.flatten("grads", grads))
     return Ticket(step, state.session, state.flow)
 
 
 def pull(ticket: Ticket) -> PSState:
     """The second half of `ps_step`: wait for the parameters that answer a `push`."""
-    flow = _flow(ticket.session, ticket.flow, "pull")
+    flow = find_flow(ticket.session, ticket.flow, "pull")
     step, results = flow.calls.pull(ticket.step)
     return PSState(flow.unflatten(results), step, ticket.session, ticket.flow)
 
@@ -152,7 +152,7 @@ def average_gradients(session: "Session") -> "optax.GradientTransformation":
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AverageState]:
         del params
-        flow = _flow(state.session, state.flow, "average_gradients")
+        flow = find_flow(state.session, state.flow, "average_gradients")
         step, results = flow.calls.exchange(
             state.step, (), flow.flatten("grads", updates, exact=True)
         )
@@ -283,7 +283,11 @@ def close_session(session: int) -> None:
 _open_sessions: dict[int, dict[int, FlowCalls]] = {}
 
 
-def _flow(session: int, flow: int, what: str) -> FlowCalls:
+def find_flow(session: int, flow: int, what: str) -> FlowCalls:
+    """The flow of a state, for `what`.
+
+    **Raises:** `CancelledError` if its session is not open, `StepError` if it is not a flow of that session.
+    """
     flows = _open_sessions.get(session)
     if flows is None:
         raise CancelledError(

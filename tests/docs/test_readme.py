@@ -104,6 +104,28 @@ def test_the_other_ways_to_step_run(tmp_path: Path, make_job: Callable[..., Job]
     make_job(1, 2).start(script).succeed()
 
 
+def test_reading_is_of_one_version_or_refused_as_it_says(
+    tmp_path: Path, make_job: Callable[..., Job]
+) -> None:
+    read = textwrap.indent(blocks("python")[2], "        ")
+    script = tmp_path / "read.py"
+    script.write_text(
+        PREAMBLE
+        + "with jaxrdma.connect() as session:\n"
+        + "    state = session.init(params, update=optax.adam(1e-3))\n"
+        + "    over_verbs = session.stats().transport[0][1].startswith('verbs')\n"
+        + "    state = jaxrdma.ps_step(state, state.params)\n"
+        + "    try:\n"
+        + read
+        + "        assert over_verbs and int(newest.step) == 1\n"
+        + "    except jaxrdma.TransportError:\n"
+        + "        assert not over_verbs\n"
+        + "    state = jaxrdma.ps_step(state, state.params)\n"
+        + "    assert int(state.step) == 2\n"
+    )
+    make_job(1, 2).start(script).succeed()
+
+
 def test_the_commands_by_hand_make_a_job(script: Path, make_job: Callable[..., Job]) -> None:
     by_hand = [command for command in commands() if not command.startswith("jaxrdma launch")]
     assert len(by_hand) == 3
