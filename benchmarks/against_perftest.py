@@ -73,7 +73,7 @@ def float_flow(identity: int, mode: Any, partition: int, size: int) -> Any:
 
 def verbs_options(device: str) -> Any:
     options = _native.VerbsOptions()
-    options.device = device
+    options.sources = [_native.VerbsSource(device=device)]
     return options
 
 

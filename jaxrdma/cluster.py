@@ -14,16 +14,21 @@ from jaxrdma.errors import ConfigError
 ROLES = ("worker", "server")
 TRANSPORTS = ("auto", "tcp", "verbs")
 
+# As native/fabric has it: tensors are striped over at most so many RDMA devices.
+MOST_DEVICES = 4
+
 _PREFIX = "JAXRDMA_"
 
 
 @dataclass(frozen=True)
 class VerbsSettings:
-    """How this process uses its RDMA device. `None`: the best that is there, or the transport's default.
+    """How this process uses its RDMA devices. `None`: the best that is there, or the transport's default.
 
     **Arguments:**
 
-    - `device`, `port`: of the process's own machine ("mlx5_0", 1).
+    - `device`: of the process's own machine, ("mlx5_0",). Tensors are striped over several, at most `MOST_DEVICES`; the
+      first is the first rail, and what follows here is said of each.
+    - `port`: of the device, 1.
     - `gid_index`: the port's source address, as an index of its GID table.
     - `pkey_index`, `service_level`: for InfiniBand: partition and virtual lane.
     - `traffic_class`: of RoCE's packets, 0 to 255.
@@ -33,7 +38,7 @@ class VerbsSettings:
     - `link_timeout`: seconds that a broken link may take to come back.
     """
 
-    device: str | None = None
+    device: tuple[str, ...] | None = None
     port: int | None = None
     gid_index: int | None = None
     pkey_index: int | None = None
@@ -44,10 +49,27 @@ class VerbsSettings:
     link_timeout: float | None = None
 
     def __post_init__(self) -> None:
+        if self.device is not None:
+            _check_device_names(self.device)
         for name, (least, most) in _VERBS_BOUNDS.items():
             value: float | None = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"JAXRDMA_{name.upper()} is {value}: expected {least} to {most}")
+
+
+def _check_device_names(names: tuple[str, ...]) -> None:
+    said = f"JAXRDMA_DEVICE={','.join(names)}"
+    if not names or not all(names):
+        raise ConfigError(
+            f"{said}: a name is empty. Expected one device, or several with a comma between two: mlx5_0,mlx5_1"
+        )
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise ConfigError(f"{said}: {twice} is there twice. Name each device once")
+    if len(names) > MOST_DEVICES:
+        raise ConfigError(
+            f"{said}: {len(names)} devices. Name the best {MOST_DEVICES} of them: that is the most of a process"
+        )
 
 
 _VERBS_BOUNDS: dict[str, tuple[float, float]] = {
@@ -79,7 +101,7 @@ class ClusterSpec:
     - `partition_bytes`: upper bound of a partition.
     - `ordered`: sum gradients in the order of the workers, for the same bits on every run.
     - `spin_us`: how long a progress thread polls before it sleeps, in microseconds. `None`: the engine's own choice.
-    - `verbs`: how this process uses its RDMA device; each of its settings has a variable of its own.
+    - `verbs`: how this process uses its RDMA devices; each of its settings has a variable of its own.
     """
 
     coordinator: str
@@ -167,9 +189,7 @@ class ClusterSpec:
         for name, value in values.items():
             if value is None or (name == "secret" and not value):
                 continue
-            texts[_PREFIX + name.upper()] = (
-                str(int(value)) if isinstance(value, bool) else str(value)
-            )
+            texts[_PREFIX + name.upper()] = setting_text(value)
         return texts
 
     def shared_settings(self) -> dict[str, int | bool]:
@@ -207,6 +227,13 @@ def jaxrdma_settings(env: Mapping[str, str]) -> dict[str, Any]:
             shown = "..." if name == "secret" else repr(text)
             raise ConfigError(f"{variable}={shown}: expected {expected}") from None
     return settings
+
+
+def setting_text(value: Any) -> str:
+    """The text of a variable that `jaxrdma_settings` reads `value` from."""
+    if isinstance(value, tuple):
+        return ",".join(cast(tuple[str, ...], value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def tf_config_settings(env: Mapping[str, str]) -> dict[str, Any]:
@@ -348,6 +375,10 @@ def _flag(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
 _WHOLE = "a whole number"
 _SECONDS = "a number of seconds"
 _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -364,7 +395,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "partition_bytes": (int, _WHOLE),
     "ordered": (_flag, "0 or 1"),
     "spin_us": (int, _WHOLE),
-    "device": (str, "the name of an RDMA device"),
+    "device": (_names, "names of RDMA devices"),
     "port": (int, _WHOLE),
     "gid_index": (int, _WHOLE),
     "pkey_index": (int, _WHOLE),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxrdma.cluster import VerbsSettings
+from jaxrdma.cluster import MOST_DEVICES, VerbsSettings, setting_text
 from jaxrdma.errors import ConfigError, TransportError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -122,18 +122,34 @@ class Ranking:
 
     **Arguments:**
 
-    - `choice`: the best candidate; `None` if none may be used.
-    - `reason`: why that one, or why none.
+    - `choices`: what to send from, each of another device: one, or several to stripe tensors over; the first rail
+      first. Empty if none may be used.
+    - `reason`: why those, or why none.
     - `others`: the other candidates, best first, each with what it lost by.
     - `unusable`: devices and ports that have no candidate at all, and why.
-    - `on_route`: whether the route to the peer is known to go by the choice, or InfiniBand needs no route.
+    - `on_route`: whether the route to the peer is known to go by one of the choices, or InfiniBand needs no route.
     """
 
-    choice: Candidate | None
+    choices: tuple[Candidate, ...]
     reason: str
     others: tuple[tuple[Candidate, str], ...] = ()
     unusable: tuple[tuple[str, str], ...] = ()
     on_route: bool = False
+
+    @property
+    def choice(self) -> Candidate | None:
+        """The first rail, or the only one."""
+        return self.choices[0] if self.choices else None
+
+    @property
+    def name(self) -> str:
+        """Of all the choices."""
+        return _enumerated([choice.name for choice in self.choices])
+
+    @property
+    def down(self) -> Candidate | None:
+        """The first of the choices whose port is not active: chosen all the same, as it was named."""
+        return next((choice for choice in self.choices if not choice.port.active), None)
 
 
 @dataclass(frozen=True)
@@ -503,6 +519,11 @@ def _is_infiniband(c: Candidate) -> bool:
     return c.port.link_layer == "InfiniBand"
 
 
+def _subnet(c: Candidate) -> ipaddress.IPv6Network:
+    """Of an InfiniBand port: the upper half of its GID, which the subnet manager gives."""
+    return ipaddress.IPv6Network((int.from_bytes(c.gid.raw) >> 64 << 64, 64))
+
+
 # The order, most important first.
 _CRITERIA = (
     _Criterion(
@@ -547,6 +568,11 @@ _CRITERIA = (
 )
 
 
+def _grades(c: Candidate, q: _Question) -> tuple[bool, ...]:
+    """What it lacks, most important first: the least is the best."""
+    return tuple(not criterion.holds(c, q) for criterion in _CRITERIA)
+
+
 def rank(
     devices: Sequence[Device],
     peer: Address | None = None,
@@ -560,10 +586,15 @@ def rank(
     What the settings name is taken or refused; a port that is not active, or a GID whose network device is not in
     this network namespace, is taken only where they name it.
 
+    Of several devices that the settings name, each gives its best, or nothing is chosen. Where they name none, tensors
+    are striped over several only if all are as good, and a peer that one reaches is known to be reached by the others:
+    InfiniBand ports of one subnet, or RoCE by the network device that has the route, as in a bond. Of RoCE devices on
+    several networks nothing says that the peer is on the others too; those have to be named.
+
     **Arguments:**
 
     - `devices`: of this machine.
-    - `peer`: the peer's address; `None`: not known, and IPv4 goes first.
+    - `peer`: the peer's address; `None`: not known, so that IPv4 goes first, and nothing is striped unless named.
     - `route_source`: the address of this machine that packets to the peer come from (`find_route`); `None`: not known.
     - `settings`: `device`, `port` and `gid_index` restrict the choice.
 
@@ -580,21 +611,53 @@ def rank(
     question = _Question(peer, source, near)
 
     def order(candidate: Candidate) -> tuple[Any, ...]:
-        grades = tuple(not criterion.holds(candidate, question) for criterion in _CRITERIA)
-        return (bool(_barred(candidate, settings)), grades, *_position(candidate))
+        barred = bool(_barred(candidate, settings))
+        return (barred, _grades(candidate, question), *_position(candidate))
 
     ranked = sorted(everything, key=order)
-    _check_names(devices, ranked, settings)
+    _check_names(devices, settings)
+    for device in settings.device or (None,):
+        _check_places(devices, ranked, device, settings)
     unusable = tuple(
         (where, why) for where, why in _without_candidates(devices) if _is_wanted(where, settings)
     )
-    choice = ranked[0] if ranked and not _barred(ranked[0], settings) else None
-    if choice is None:
-        others = tuple((c, _barred(c, settings)) for c in ranked)
-        return Ranking(None, _no_choice(others, unusable), others, unusable)
-    others = tuple((c, _barred(c, settings) or _lost_by(c, choice, question)) for c in ranked[1:])
-    on_route = _is_infiniband(choice) or (source is not None and _on_route(choice, question))
-    return Ranking(choice, _reason(choice, question, settings), others, unusable, on_route)
+    usable = [c for c in ranked if not _barred(c, settings)]
+    choices = _choices(usable, question, settings)
+    if not choices:
+        fit = {c.device for c in usable}
+        barred = [(c, _barred(c, settings)) for c in ranked]
+        reason = _no_choice(
+            [(c, why) for c, why in barred if c.device not in fit],
+            [(where, why) for where, why in unusable if where.split(" ")[0] not in fit],
+        )
+        if settings.device is not None and len(settings.device) > 1:
+            reason = f"JAXRDMA_DEVICE names {_enumerated(settings.device)}, and not all can be used: {reason}"
+        return Ranking((), reason, tuple((c, why or reason) for c, why in barred), unusable)
+    others = tuple(
+        (c, _barred(c, settings) or _lost_by(c, choices, question))
+        for c in ranked
+        if c not in choices
+    )
+    on_route = any(
+        _is_infiniband(c) or (source is not None and _on_route(c, question)) for c in choices
+    )
+    return Ranking(choices, _reason(choices, question, settings), others, unusable, on_route)
+
+
+def spare_devices(ranking: Ranking) -> tuple[str, ...]:
+    """Where one device was chosen that nobody named: the others of its kind, which may be named to stripe over them."""
+    if len(ranking.choices) != 1:
+        return ()
+    layer = ranking.choices[0].port.link_layer
+    fit = [
+        c.device
+        for c, why in ranking.others
+        if not why.startswith("JAXRDMA_")
+        and (c.port.active, c.port.link_layer) == (True, layer)
+        and not _foreign(c)
+        and not _OVERLAY.match(c.gid.net_device)
+    ]
+    return tuple(name for name in dict.fromkeys(fit) if name != ranking.choices[0].device)
 
 
 def survey(
@@ -621,9 +684,9 @@ def survey(
         inventory = read_devices(reader)
     except TransportError as error:
         inventory = Inventory(reader, str(error), ())
-        return Survey(inventory, peer, source, Ranking(None, str(error)))
+        return Survey(inventory, peer, source, Ranking((), str(error)))
     if not inventory.devices:
-        return Survey(inventory, peer, source, Ranking(None, why_there_is_none()))
+        return Survey(inventory, peer, source, Ranking((), why_there_is_none()))
     near = peer is not None and peer.is_loopback
     ranking = rank(inventory.devices, None if near else peer, None if near else source, settings)
     return Survey(inventory, peer, source, ranking)
@@ -646,8 +709,8 @@ def _position(candidate: Candidate) -> tuple[Any, ...]:
 
 def _barred(candidate: Candidate, settings: VerbsSettings) -> str:
     """Why `candidate` may not be used at all; empty if it may."""
-    if settings.device is not None and candidate.device != settings.device:
-        return f"JAXRDMA_DEVICE names {settings.device}"
+    if settings.device is not None and candidate.device not in settings.device:
+        return f"JAXRDMA_DEVICE names {_enumerated(settings.device)}"
     if settings.port is not None and candidate.port.number != settings.port:
         return f"JAXRDMA_PORT names port {settings.port}"
     if settings.gid_index is not None and candidate.gid.index != settings.gid_index:
@@ -670,36 +733,98 @@ def _no_choice(others: Sequence[tuple[Candidate, str]], unusable: Sequence[tuple
     places: dict[str, list[str]] = {}
     causes = [(f"{c.device} port {c.port.number}", why) for c, why in others]
     for where, why in [*causes, *unusable]:
-        if not why.startswith("JAXRDMA_") and where not in places.setdefault(why, []):
+        if why and not why.startswith("JAXRDMA_") and where not in places.setdefault(why, []):
             places[why].append(where)
     text = "; ".join(f"{', '.join(where)}: {why}" for why, where in places.items())
     return text or "there is no RDMA device"
 
 
-def _lost_by(loser: Candidate, winner: Candidate, question: _Question) -> str:
+def _choices(
+    usable: Sequence[Candidate], question: _Question, settings: VerbsSettings
+) -> tuple[Candidate, ...]:
+    """What to send from, of `usable`, which is in order; nothing if a device that is named has none of these."""
+    if settings.device is not None:
+        best = {c.device: c for c in reversed(usable)}
+        found = tuple(best[name] for name in settings.device if name in best)
+        return found if len(found) == len(settings.device) else ()
+    taken = list(usable[:1])
+    for candidate in usable:
+        if all(_is_beside(candidate, other, question) for other in taken):
+            taken.append(candidate)
+    return tuple(taken[:MOST_DEVICES])
+
+
+def _is_beside(c: Candidate, other: Candidate, question: _Question) -> bool:
+    """Whether tensors may be striped over both unasked: as good, and what reaches one is known to reach the other."""
+    if question.peer is None or c.device == other.device:
+        return False
+    if _grades(c, question) != _grades(other, question):
+        return False
+    if _is_infiniband(c) and _is_infiniband(other):
+        # One LID in one subnet is one port, seen twice: by SR-IOV.
+        return _subnet(c) == _subnet(other) and c.port.lid != other.port.lid
+    return c.gid.net_device == other.gid.net_device and c.gid.net_device in question.near
+
+
+def _lost_by(loser: Candidate, winners: Sequence[Candidate], question: _Question) -> str:
+    # Each of several devices has its own race.
+    winner = next((winner for winner in winners if winner.device == loser.device), winners[0])
     for criterion in _CRITERIA:
         if criterion.holds(winner, question) and not criterion.holds(loser, question):
             return criterion.blame(loser, question)
+    if len(winners) == MOST_DEVICES and _is_beside(loser, winner, question):
+        return f"as good, but {MOST_DEVICES} devices are the most of a process, and others come first in order"
     return f"as good, but {winner.device} port {winner.port.number} GID {winner.gid.index} comes first in order"
 
 
-def _reason(choice: Candidate, question: _Question, settings: VerbsSettings) -> str:
+def _reason(choices: Sequence[Candidate], question: _Question, settings: VerbsSettings) -> str:
     named = [
-        f"JAXRDMA_{name.upper()}={value}"
+        f"JAXRDMA_{name.upper()}={setting_text(value)}"
         for name in ("device", "port", "gid_index")
         if (value := getattr(settings, name)) is not None
     ]
     said = [f"as {' '.join(named)} says"] if named else []
+    merits = [_merits(choice, question) for choice in choices]
+    if all(one == merits[0] for one in merits):
+        praise, flaws = merits[0]
+        text = _judgement([*said, *praise], flaws)
+    else:
+        each = [f"{c.device}: {_judgement(*one)}" for c, one in zip(choices, merits, strict=True)]
+        text = "; ".join([*said, *each])
+    if len(choices) == 1:
+        return text
+    over = f"striped over {_enumerated([choice.device for choice in choices])}"
+    return f"{over}{'' if settings.device else _common(choices[0])}: {text}"
+
+
+def _common(c: Candidate) -> str:
+    """What the choices that nobody named are reached alike by."""
+    if _is_infiniband(c):
+        return f" of one InfiniBand subnet ({_subnet(c)})"
+    return f" of one network device ({c.gid.net_device})"
+
+
+def _merits(choice: Candidate, question: _Question) -> tuple[list[str], list[str]]:
+    """What speaks for it, and what against it."""
+    praise: list[str] = []
     flaws: list[str] = []
     for criterion in _CRITERIA:
         if criterion.holds(choice, question):
-            said.append(criterion.praise(choice, question))
+            praise.append(criterion.praise(choice, question))
         else:
             flaws.append(criterion.blame(choice, question))
     if question.peer is not None and question.source is None:
         flaws.append(f"no route to {question.peer} is known")
-    text = ", ".join(filter(None, said))
-    return text + (f"; but {', '.join(flaws)}" if flaws else "")
+    return [*filter(None, praise)], flaws
+
+
+def _judgement(praise: Sequence[str], flaws: Sequence[str]) -> str:
+    return ", ".join(praise) + (f"; but {', '.join(flaws)}" if flaws else "")
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    """For people: "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def _without_candidates(devices: Sequence[Device]) -> list[tuple[str, str]]:
@@ -718,21 +843,29 @@ def _without_candidates(devices: Sequence[Device]) -> list[tuple[str, str]]:
 
 
 def _is_wanted(where: str, settings: VerbsSettings) -> bool:
-    return settings.device is None or where.split(" ")[0] == settings.device
+    return settings.device is None or where.split(" ")[0] in settings.device
 
 
-def _check_names(
-    devices: Sequence[Device], ranked: Sequence[Candidate], settings: VerbsSettings
-) -> None:
-    """Refuse settings that name what is not there; `ranked` says what is nearest."""
+def _check_names(devices: Sequence[Device], settings: VerbsSettings) -> None:
+    """Refuse settings that name a device that is not there."""
     names = sorted(d.name for d in devices)
-    if settings.device is not None and settings.device not in names:
-        match = difflib.get_close_matches(settings.device, names, n=1, cutoff=0.0)
+    wrong = next((name for name in settings.device or () if name not in names), None)
+    if wrong is not None:
+        match = difflib.get_close_matches(wrong, names, n=1, cutoff=0.0)
         raise ConfigError(
-            f"JAXRDMA_DEVICE={settings.device}: there is no such RDMA device on this machine"
+            f"JAXRDMA_DEVICE={setting_text(settings.device)}: there is no RDMA device {wrong} on this machine"
             + (f"; did you mean {match[0]}? There is {', '.join(names)}" if match else ", nor any")
         )
-    wanted = [d for d in devices if settings.device in (None, d.name)]
+
+
+def _check_places(
+    devices: Sequence[Device],
+    ranked: Sequence[Candidate],
+    device: str | None,
+    settings: VerbsSettings,
+) -> None:
+    """Refuse settings that name what is not there, on `device` if one is named; `ranked` says what is nearest."""
+    wanted = [d for d in devices if device in (None, d.name)]
     ports = sorted((d.name, p.number) for d in wanted for p in d.ports)
     if wanted and not ports:
         return  # none of them could be read, and that is what there is to say
@@ -741,20 +874,19 @@ def _check_names(
         nearest = min((abs(n - settings.port), n) for _, n in ports)[1] if ports else None
         raise ConfigError(
             f"JAXRDMA_PORT={settings.port}: there is no such port of "
-            + (settings.device or "any RDMA device")
+            + (device or "any RDMA device")
             + (f"; did you mean {nearest}? There is " if ports else "")
             + ", ".join(f"{name} port {number}" for name, number in ports)
         )
     left = [
-        c
-        for c in ranked
-        if settings.device in (None, c.device) and settings.port in (None, c.port.number)
+        c for c in ranked if device in (None, c.device) and settings.port in (None, c.port.number)
     ]
     if settings.gid_index is not None and settings.gid_index not in {c.gid.index for c in left}:
         # The best one, rather than the next in number: neighbours in a GID table have little in common.
         usable = [c for c in left if not _barred(c, VerbsSettings(port=settings.port))] or left
         raise ConfigError(
             f"JAXRDMA_GID_INDEX={settings.gid_index}: that slot is empty"
+            + (f" on {device}" if device else "")
             + (f"; did you mean {usable[0].gid.index}? Filled is " if left else ", as all are")
             + ", ".join(c.name for c in sorted(left, key=_position))
         )

@@ -13,8 +13,8 @@ from jaxrdma.memory import (
     CURE,
     SLOTS_PER_WORKER,
     LockLimit,
-    bytes_text,
     connections_bytes,
+    need_text,
     read_lock_limit,
 )
 
@@ -36,7 +36,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Needs:
-    """The job that this machine shall be part of. Sizes in bytes."""
+    """The job that this machine shall be part of. Sizes in bytes; what is locked, by each device."""
 
     workers: int = 1
     servers: int = 1
@@ -150,18 +150,19 @@ def _providers(library: str) -> tuple[str, ...]:
 
 
 def examine(facts: Facts, needs: Needs, settings: VerbsSettings) -> list[Check]:
-    """What `facts` mean for a job of that size, and for the device that the settings name. Pure.
+    """What `facts` mean for a job of that size, and for the devices that the settings name. Pure.
 
     What only a device has (ports, addresses, MTU) is judged where there is one.
     """
+    count, found = _device_check(facts, settings)
     checks = [
         _modules(facts),
         _nodes(facts),
         _library(facts),
         _provider_check(facts),
-        _locked("server", needs.server_bytes, facts),
-        _locked("worker", needs.worker_bytes, facts),
-        _device_check(facts, settings),
+        _locked("server", needs.server_bytes, count, facts.limit),
+        _locked("worker", needs.worker_bytes, count, facts.limit),
+        found,
     ]
     for device in facts.seen:
         checks += _ports(device, facts.seen)
@@ -249,28 +250,35 @@ def _provider_check(facts: Facts) -> Check:
     return Check(name, OK, found)
 
 
-def _locked(role: str, need: int, facts: Facts) -> Check:
+def _locked(role: str, need: int, count: int, limit: LockLimit) -> Check:
     name = f"locked memory, {role}"
-    found = f"needs {bytes_text(need)}; {facts.limit.text}"
-    return Check(name, OK, found) if facts.limit.allows(need) else Check(name, FAILED, found, CURE)
+    found = f"needs {need_text(need, count)}; {limit.text}"
+    allowed = limit.allows(count * need)
+    return Check(name, OK, found) if allowed else Check(name, FAILED, found, CURE)
 
 
-def _device_check(facts: Facts, settings: VerbsSettings) -> Check:
+def _device_check(facts: Facts, settings: VerbsSettings) -> tuple[int, Check]:
+    """Over how many devices a job stripes, and whether it has one to use."""
+
+    def failed(found: str, advice: str) -> tuple[int, Check]:
+        return 1, Check("devices", FAILED, found, advice)
+
     if not facts.seen:
         why = facts.seen_problem or facts.none_reason
-        return Check("devices", FAILED, why, "mend the above first; transport tcp works without")
+        return failed(why, "mend the above first; transport tcp works without")
     try:
-        choice = devices.rank(facts.seen, settings=settings).choice
+        ranking = devices.rank(facts.seen, settings=settings)
     except ConfigError as error:
-        return Check("devices", FAILED, str(error), "correct or unset that variable")
-    if choice is None:
-        return Check(
-            "devices",
-            FAILED,
-            f"none of {', '.join(d.name for d in facts.seen)} can be used",
-            "see ports and addresses; `jaxrdma devices` says why of each",
-        )
-    return Check("devices", OK, f"without a peer in mind, the choice is {choice.name}")
+        return failed(str(error), "correct or unset that variable")
+    if not ranking.choices:
+        wanted = settings.device or [device.name for device in facts.seen]
+        found = f"none of {', '.join(wanted)} can be used"
+        if len(settings.device or ()) > 1:
+            found = ranking.reason
+        return failed(found, "see ports and addresses; `jaxrdma devices` says why of each")
+    count = len(ranking.choices)
+    verb = "the choice is" if count == 1 else "tensors are striped over"
+    return count, Check("devices", OK, f"without a peer in mind, {verb} {ranking.name}")
 
 
 def _ports(device: devices.Device, everything: Sequence[devices.Device]) -> list[Check]:

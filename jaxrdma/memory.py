@@ -1,4 +1,9 @@
-"""How much memory a process locks over verbs, by the sizes in native/engine, and how much it may."""
+"""How much memory a process locks over verbs, by the sizes in native/engine, and how much it may.
+
+What is reckoned here is for one device; `Locked` multiplies. Each of several devices registers all of the memory, and
+the kernel counts it each time; and each has a link to the peer, with its queues. Where the peer has more devices there
+are as many links as it has: this end does not know that, and reckons with its own.
+"""
 
 import math
 import re
@@ -35,12 +40,12 @@ def _pages(number: int) -> int:
 
 
 def slots_bytes(slots: int, partition_bytes: int) -> int:
-    """The slots of one worker on one server: landing memory there, and what is on its way here."""
+    """The slots of one worker on one server: landing memory there, and what is on its way here. By one device."""
     return _pages(slots * (_HEADER_BYTES + -(-partition_bytes // 64) * 64))
 
 
 def connections_bytes(peers: int, partition_bytes: int, slots: int = SLOTS_PER_WORKER) -> int:
-    """What the connections to so many peers lock, on either side."""
+    """What the connections to so many peers lock, on either side. By one device, and by one link to each peer."""
     return peers * (slots_bytes(slots, partition_bytes) + QUEUE_BYTES)
 
 
@@ -126,30 +131,46 @@ class Locked:
     - `who`: "worker 0", for what is said.
     - `say`: prints one line.
     - `limit`: what this process may lock; read when it is made.
+    - `devices`: how many devices lock it, each once.
     """
 
     def __init__(
-        self, who: str, say: Callable[[str], None], limit: LockLimit | None = None
+        self,
+        who: str,
+        say: Callable[[str], None],
+        limit: LockLimit | None = None,
+        devices: int = 1,
     ) -> None:
         self._who = who
         self._say = say
+        self._devices = devices
         self._limit = limit if limit is not None else read_lock_limit()
         self.bytes = 0
 
     def add(self, what: str, number: int) -> None:
-        """`number` bytes more, for `what`.
+        """`number` bytes more by each device, for `what`.
 
         **Raises:** `TransportError` with the need, the limit and the cure if that is more than may be locked.
         """
-        total = self.bytes + number
+        need = self._devices * number
+        total = self.bytes + need
         if not self._limit.allows(total):
+            fewer = "" if self._devices == 1 else "; or name fewer devices by JAXRDMA_DEVICE"
             raise TransportError(
-                f"{self._who} cannot lock the memory for {what}: it needs {bytes_text(number)}, "
-                f"{bytes_text(total)} in all; {self._limit.text}. Raise it: {CURE}"
+                f"{self._who} cannot lock the memory for {what}: it needs {need_text(number, self._devices)}, "
+                f"{bytes_text(total)} in all; {self._limit.text}. Raise it: {CURE}{fewer}"
             )
         self.bytes = total
-        in_all = "" if total == number else f", {bytes_text(total)} in all"
-        self._say(f"{self._who} locks {bytes_text(number)} for {what}{in_all}; {self._limit.text}")
+        in_all = "" if total == need else f", {bytes_text(total)} in all"
+        self._say(
+            f"{self._who} locks {need_text(number, self._devices)} for {what}{in_all}; {self._limit.text}"
+        )
+
+
+def need_text(number: int, devices: int) -> str:
+    """`number` bytes by each of so many devices, for people."""
+    each = "" if devices == 1 else f" ({bytes_text(number)} by each of {devices} devices)"
+    return bytes_text(devices * number) + each
 
 
 def bytes_text(number: int) -> str:

@@ -1,6 +1,7 @@
 """Between Python and the native module: statuses to exceptions, plans to flow specs."""
 
 import math
+from collections.abc import Sequence
 from typing import TypedDict, TypeVar, cast
 
 from jaxrdma import _native, errors
@@ -47,24 +48,41 @@ class TransportArguments(TypedDict):
 
 
 def transport_options(
-    spec: ClusterSpec, transport: str = "tcp", source: Candidate | None = None
+    spec: ClusterSpec, transport: str = "tcp", choices: Sequence[Candidate] = ()
 ) -> TransportArguments:
-    """What both engines are told of how tensors travel; over verbs, `source` is the device, port and GID to use."""
+    """What both engines are told of how tensors travel; over verbs, `choices` are what to use, a device each."""
     verbs = _native.VerbsOptions()
     # Where the control plane goes by the same cable, the link is named before anybody is called silent.
     verbs.link_timeout_ms = min(verbs.link_timeout_ms, int(spec.heartbeat_timeout * 500))
     for name, value in vars(spec.verbs).items():
         if name == "link_timeout" and value is not None:
             verbs.link_timeout_ms = int(value * 1000)
-        elif value is not None:
+        elif name not in ("device", "port", "gid_index") and value is not None:
             setattr(verbs, name, value)
-    if source is not None:
-        verbs.device = source.device
-        verbs.port = source.port.number
-        # The address, because its index changes when a link comes back.
-        verbs.gid, verbs.gid_type = source.gid.raw, source.gid.type
+    verbs.sources = _sources(spec, choices)
     spin_us = spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US
     return {"transport": transport, "spin_us": spin_us, "verbs": verbs}
+
+
+def _sources(spec: ClusterSpec, choices: Sequence[Candidate]) -> list[_native.VerbsSource]:
+    """Where to send from: `choices`, or what the settings name."""
+    index = -1 if spec.verbs.gid_index is None else spec.verbs.gid_index
+    if not choices:
+        return [
+            _native.VerbsSource(device=name, port=spec.verbs.port or 0, gid_index=index)
+            for name in spec.verbs.device or ("",)
+        ]
+    return [
+        _native.VerbsSource(
+            device=choice.device,
+            port=choice.port.number,
+            gid_index=index,
+            # The address, because its index changes when a link comes back.
+            gid=choice.gid.raw,
+            gid_type=choice.gid.type,
+        )
+        for choice in choices
+    ]
 
 
 def flow_spec(flow: int, mode: str, plan: Plan) -> _native.FlowSpec:

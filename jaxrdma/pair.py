@@ -13,7 +13,7 @@ import secrets
 import socket
 import statistics
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # The form of what is said here; both must have the same.
-PROTOCOL = 1
+PROTOCOL = 2
 
 _REACH_SECONDS = 5.0  # for the TCP connection
 _ANSWER_SECONDS = 20.0  # for the other side to look at its devices, or to make an engine
@@ -63,8 +63,8 @@ class Knock(msgspec.Struct, frozen=True, tag="knock"):
 class Side(msgspec.Struct, frozen=True):
     """What one of the two would use over verbs.
 
-    `problem`: why it has nothing to use; else `choice` names device, port and GID, `reason` why that, and `doubt` what
-    speaks against it. MTU in bytes.
+    `problem`: why it has nothing to use; else `choice` names devices, ports and GIDs, `reason` why those, and `doubt`
+    what speaks against them. `link_layers`, `mtus` (in bytes): of each of the devices.
     """
 
     host: str
@@ -72,8 +72,8 @@ class Side(msgspec.Struct, frozen=True):
     choice: str = ""
     reason: str = ""
     doubt: str = ""
-    link_layer: str = ""
-    mtu: int = 0
+    link_layers: tuple[str, ...] = ()
+    mtus: tuple[int, ...] = ()
 
 
 class Enter(msgspec.Struct, frozen=True, tag="enter"):
@@ -168,21 +168,20 @@ def look(where: Place, settings: VerbsSettings) -> Side:
     except ConfigError as error:
         return Side(host, problem=str(error))
     ranking = survey.ranking
-    if ranking.choice is None:
+    if not ranking.choices:
         return Side(host, problem=ranking.reason)
-    port = ranking.choice.port
     doubt = ""
-    if not port.active:
-        doubt = f"its port is {port.state}"
+    if ranking.down is not None:
+        doubt = f"the port of {ranking.down.device} is {ranking.down.port.state}"
     elif not ranking.on_route and survey.peer is not None and not survey.peer.is_loopback:
-        doubt = "the route between the two does not go by it"
+        doubt = "the route between the two goes another way"
     return Side(
         host,
-        choice=ranking.choice.name,
+        choice=ranking.name,
         reason=ranking.reason,
         doubt=doubt,
-        link_layer=port.link_layer,
-        mtu=port.active_mtu,
+        link_layers=tuple(choice.port.link_layer for choice in ranking.choices),
+        mtus=tuple(choice.port.active_mtu for choice in ranking.choices),
     )
 
 
@@ -194,27 +193,43 @@ def examine_sides(here: Side, there: Side) -> list[Check]:
     checks = [_side_check("device here", here), _side_check("device there", there)]
     if here.problem or there.problem:
         return checks
-    if here.link_layer != there.link_layer:
+    wrong = [
+        (near, far) for near, far in joined(here.link_layers, there.link_layers) if near != far
+    ]
+    if wrong:
         checks.append(
             Check(
                 "link layers",
                 FAILED,
-                f"{here.link_layer} here, {there.link_layer} there",
+                "; ".join(f"{near} here, {far} there" for near, far in wrong),
                 "they cannot be connected: set JAXRDMA_DEVICE on one of them",
             )
         )
-    if here.mtu == there.mtu:
-        checks.append(Check("MTUs", OK, f"{here.mtu} bytes of payload per packet on both ends"))
+    mtus = joined(here.mtus, there.mtus)
+    if all(near == far for near, far in mtus):
+        sizes = " and ".join(str(near) for near, _ in mtus)
+        checks.append(Check("MTUs", OK, f"{sizes} bytes of payload per packet on both ends"))
     else:
+        different = [(near, far) for near, far in mtus if near != far]
         checks.append(
             Check(
                 "MTUs",
                 WARNING,
-                f"{here.mtu} bytes of payload per packet here, {there.mtu} there: the smaller one is used",
+                "; ".join(
+                    f"{near} bytes of payload per packet here, {far} there: the smaller one is used"
+                    for near, far in different
+                ),
                 "`ip link set DEVICE mtu 9000` (4200 at least) on both ends and on the switches between",
             )
         )
     return checks
+
+
+def joined(here: Sequence[T], there: Sequence[T]) -> list[tuple[T, T]]:
+    """What the links join, each pair once: as many links as the end with more devices has, in turn."""
+    links = max(len(here), len(there))
+    pairs = ((here[i % len(here)], there[i % len(there)]) for i in range(links))
+    return list(dict.fromkeys(pairs))
 
 
 def _side_check(name: str, side: Side) -> Check:
@@ -276,8 +291,8 @@ def _arguments(transport: str, where: Place, settings: VerbsSettings, role: str)
     from jaxrdma.transport import choose
 
     spec = ClusterSpec("peer:1", role, 0, 1, 1, transport=transport, verbs=settings)
-    source = choose(spec, where).choice if transport == "verbs" else None
-    made = transport_options(spec, transport, source)
+    choices = choose(spec, where).choices if transport == "verbs" else ()
+    made = transport_options(spec, transport, choices)
     if settings.link_timeout is None:
         made["verbs"].link_timeout_ms = 3000  # nobody is there to mend it
     return {**made}
@@ -383,7 +398,7 @@ def visit(peer: str, transport: str, secret: str, settings: VerbsSettings) -> li
     - `peer`: where the other one listens.
     - `transport`: "tcp", "verbs", or "auto": verbs if both can.
     - `secret`: the same there; may be empty on loopback.
-    - `settings`: of this machine's device.
+    - `settings`: of this machine's devices.
     """
     checks: list[Check] = []
     try:

@@ -1,4 +1,4 @@
-"""By which transport a process moves tensors, by which device, and why."""
+"""By which transport a process moves tensors, by which devices, and why."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jaxrdma import control, devices
 from jaxrdma.cluster import ClusterSpec, parse_address
 from jaxrdma.control import Offer
 from jaxrdma.errors import TransportError
-from jaxrdma.memory import Locked, bytes_text, connections_bytes, read_lock_limit
+from jaxrdma.memory import Locked, connections_bytes, need_text, read_lock_limit
 
 if TYPE_CHECKING:
     from jaxrdma.native import TransportArguments
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """The host whose traffic decides on the device. `own`: this machine's own address, where its peers come in."""
+    """The host whose traffic decides on the devices. `own`: this machine's own address, where its peers come in."""
 
     host: str
     own: bool = False
@@ -42,7 +42,7 @@ def place(spec: ClusterSpec, listen: str | None = None, servers: Sequence[str] =
 
 
 def choose(spec: ClusterSpec, where: Place) -> devices.Ranking:
-    """The device, port and GID for traffic with `where`: what `jaxrdma devices --peer` shows.
+    """The devices, ports and GIDs for traffic with `where`: what `jaxrdma devices --peer` shows.
 
     **Returns:** a ranking that has a choice.
 
@@ -54,7 +54,7 @@ def choose(spec: ClusterSpec, where: Place) -> devices.Ranking:
 
 def _choice(survey: devices.Survey) -> devices.Ranking:
     ranking = survey.ranking
-    if ranking.choice is None:
+    if not ranking.choices:
         raise TransportError(
             f"transport verbs cannot be used: {ranking.reason}. `jaxrdma doctor` tells what this machine lacks"
         )
@@ -76,7 +76,7 @@ def offer(spec: ClusterSpec, where: Place) -> Offer:
 def prepare(
     spec: ClusterSpec, name: str, where: Place, what: str
 ) -> tuple["TransportArguments", Locked | None]:
-    """What the engine of this process is made with. Over verbs, the device and the memory to lock are said.
+    """What the engine of this process is made with. Over verbs, the devices and the memory to lock are said.
 
     **Arguments:**
 
@@ -95,9 +95,9 @@ def prepare(
     who = f"{spec.role} {spec.index}"
     ranking = choose(spec, where)
     control.say_on_stderr(f"{who}: {describe(ranking)}")
-    locked = Locked(who, control.say_on_stderr)
+    locked = Locked(who, control.say_on_stderr, devices=len(ranking.choices))
     locked.add(what, connections_bytes(_peers(spec), spec.partition_bytes))
-    return transport_options(spec, name, ranking.choice), locked
+    return transport_options(spec, name, ranking.choices), locked
 
 
 def _peers(spec: ClusterSpec) -> int:
@@ -113,15 +113,16 @@ def why_not_verbs(spec: ClusterSpec, where: Place) -> str:
         return "has no RDMA device"
     survey = devices.survey(where.host, spec.verbs, "native", where.own)
     ranking = survey.ranking
-    if ranking.choice is None:
+    if not ranking.choices:
         return f"has no RDMA device to use: {ranking.reason}"
-    if not ranking.choice.port.active:
-        return f"has no active port: {ranking.choice.name} is {ranking.choice.port.state}"
+    if ranking.down is not None:
+        return f"has no active port: {ranking.down.name} is {ranking.down.port.state}"
     if not ranking.on_route:
         return f"does not reach {where.host} by an RDMA device, but from {survey.source}"
-    need, limit = connections_bytes(_peers(spec), spec.partition_bytes), read_lock_limit()
-    if not limit.allows(need):
-        return f"may not lock enough memory: it needs {bytes_text(need)}; {limit.text}"
+    number, limit = len(ranking.choices), read_lock_limit()
+    need = connections_bytes(_peers(spec), spec.partition_bytes)
+    if not limit.allows(number * need):
+        return f"may not lock enough memory: it needs {need_text(need, number)}; {limit.text}"
     return ""
 
 
@@ -134,9 +135,9 @@ def check_verbs(spec: ClusterSpec) -> None:
 
 
 def describe(ranking: devices.Ranking) -> str:
-    """The choice and its reason, in one line."""
-    assert ranking.choice is not None
-    return f"verbs, {ranking.choice.name}: {ranking.reason}"
+    """The choices and their reason, in one line."""
+    assert ranking.choices
+    return f"verbs, {ranking.name}: {ranking.reason}"
 
 
 def _is_wildcard(host: str) -> bool:

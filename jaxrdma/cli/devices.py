@@ -11,7 +11,7 @@ from rich.text import Text
 
 from jaxrdma import devices
 from jaxrdma.cli import make_console
-from jaxrdma.cluster import VerbsSettings, jaxrdma_settings
+from jaxrdma.cluster import MOST_DEVICES, VerbsSettings, jaxrdma_settings, setting_text
 
 DESCRIPTION = (
     "Show the RDMA devices of this machine, their ports and addresses (GIDs), best first, and why."
@@ -20,7 +20,8 @@ EPILOG = """examples:
   jaxrdma devices
   jaxrdma devices --peer 10.0.0.2                  # best for this peer: by the route to it, and its family
   JAXRDMA_DEVICE=mlx5_1 jaxrdma devices            # what is left to choose from, if one is named
-  jaxrdma devices --json | jq .choice
+  JAXRDMA_DEVICE=mlx5_0,mlx5_1 jaxrdma devices     # striped over both
+  jaxrdma devices --json | jq .choices
 
 JAXRDMA_DEVICE, JAXRDMA_PORT and JAXRDMA_GID_INDEX restrict the choice. The peer is not spoken to; only the resolver and
 this machine's routing table are asked.
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(survey), indent=2))
     else:
         show(survey.inventory, ranking)
-    return 0 if ranking.choice is not None and ranking.choice.port.active else 1
+    return 0 if ranking.choices and ranking.down is None else 1
 
 
 def verbs_settings() -> VerbsSettings:
@@ -88,6 +89,7 @@ def as_json(survey: devices.Survey) -> dict[str, Any]:
         "route_source": None if survey.source is None else str(survey.source),
         "devices": listed,
         "choice": None if ranking.choice is None else place(ranking.choice),
+        "choices": [place(candidate) for candidate in ranking.choices],
         "reason": ranking.reason,
         "others": [place(candidate) | {"why": why} for candidate, why in ranking.others],
         "unusable": [{"where": where, "why": why} for where, why in ranking.unusable],
@@ -107,10 +109,8 @@ def show(inventory: devices.Inventory, ranking: devices.Ranking) -> None:
     for name in ("address", "type", "net device"):
         table.add_column(name, no_wrap=True)
     table.add_column("why not", min_width=20)
-    rows: list[tuple[devices.Candidate, str | Text]] = [*ranking.others]
-    if ranking.choice is not None:
-        rows.insert(0, (ranking.choice, Text("chosen", "green")))
-    for candidate, why in rows:
+    chosen = [(choice, Text("chosen", "green")) for choice in ranking.choices]
+    for candidate, why in [*chosen, *ranking.others]:
         port, gid = candidate.port, candidate.gid
         table.add_row(
             candidate.device,
@@ -127,7 +127,14 @@ def show(inventory: devices.Inventory, ranking: devices.Ranking) -> None:
         device, _, port = where.partition(" port ")
         table.add_row(device, port, *[""] * 6, why)
     console.print(table)
-    if ranking.choice is None:
-        console.print(f"none can be used: {ranking.reason}")
+    if ranking.choices:
+        console.print(f"chosen: {ranking.name}: {ranking.reason}")
+        spare = devices.spare_devices(ranking)
+        if spare:
+            names = (ranking.choices[0].device, *spare)[:MOST_DEVICES]
+            console.print(
+                f"to stripe over several, name them: JAXRDMA_DEVICE={setting_text(names)}. The first of one machine "
+                "is joined to the first of another, and so on: in the same order everywhere"
+            )
     else:
-        console.print(f"chosen: {ranking.choice.name}: {ranking.reason}")
+        console.print(f"none can be used: {ranking.reason}")

@@ -1,6 +1,7 @@
 """ClusterSpec: what environments give it, and what it refuses."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -115,7 +116,7 @@ def test_the_secret_is_never_shown():
         transport=st.sampled_from(["auto", "tcp", "verbs"]),
         verbs=st.builds(
             VerbsSettings,
-            device=st.none() | st.sampled_from(["rxe0", "mlx5_1"]),
+            device=st.none() | st.sampled_from([("rxe0",), ("mlx5_1", "mlx5_0")]),
             gid_index=st.none() | st.integers(0, 65535),
             timeout=st.none() | st.integers(1, 31),
             link_timeout=st.none() | st.floats(0, 86400),
@@ -129,6 +130,28 @@ def test_the_secret_is_never_shown():
 )
 def test_a_spec_survives_the_environment(spec):
     assert ClusterSpec.from_environment(spec.to_environment()) == spec
+
+
+def test_devices_are_named_with_commas_between():
+    def named(text: str) -> tuple[str, ...] | None:
+        return ClusterSpec.from_environment({**ENV, "JAXRDMA_DEVICE": text}).verbs.device
+
+    assert named("") is None
+    assert named("mlx5_0") == ("mlx5_0",)
+    assert named(" mlx5_1, mlx5_0 ") == ("mlx5_1", "mlx5_0")
+    for text, told in (
+        (
+            "mlx5_0,",
+            "JAXRDMA_DEVICE=mlx5_0,: a name is empty. Expected one device, or several with",
+        ),
+        (",", "a name is empty"),
+        ("a,b,a", "a is there twice. Name each device once"),
+        ("a,b,c,d,e", "5 devices. Name the best 4 of them"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            named(text)
+    with pytest.raises(ConfigError, match="a name is empty"):
+        VerbsSettings(device=())
 
 
 # --- TF_CONFIG ---

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxrdma import cli, devices
-from jaxrdma.cluster import VerbsSettings
+from jaxrdma.cluster import MOST_DEVICES, ClusterSpec, VerbsSettings
 from jaxrdma.devices import Candidate, Device, Gid, Port, Ranking, rank
 from jaxrdma.errors import ConfigError, TransportError
 
@@ -64,10 +64,35 @@ def machines(draw: st.DrawFn) -> list[Device]:
     return made
 
 
+@st.composite
+def pools(draw: st.DrawFn) -> list[Device]:
+    """Machines whose devices are often as good as each other."""
+    layer = draw(st.sampled_from(["Ethernet", "InfiniBand"]))
+    found = st.builds(
+        Gid,
+        index=st.just(0),
+        address=st.sampled_from([ADDRESSES[0], *ADDRESSES[3:6]]),
+        type=st.just("RoCE v2" if layer == "Ethernet" else "IB"),
+        net_device=st.sampled_from(["bond0", "bond0", "eth1"] if layer == "Ethernet" else [""]),
+    )
+    made = ports.flatmap(
+        lambda port: st.builds(
+            replace,
+            st.just(replace(port, state="ACTIVE", link_layer=layer, number=1)),
+            lid=st.integers(1, 20),
+            gids=st.tuples(found),
+        )
+    )
+    return [Device(f"mlx5_{i}", ports=(draw(made),)) for i in range(draw(st.integers(1, 7)))]
+
+
 optional_addresses = st.none() | addresses
 settings = st.builds(
     VerbsSettings,
-    device=st.none() | st.sampled_from(["mlx5_0", "mlx5_1", "mlx5_10", "rxe0"]),
+    device=st.none()
+    | st.lists(
+        st.sampled_from(["mlx5_0", "mlx5_1", "mlx5_10", "rxe0"]), min_size=1, unique=True
+    ).map(tuple),
     port=st.none() | st.integers(1, 3),
     gid_index=st.none() | st.integers(0, 7),
 )
@@ -78,15 +103,13 @@ def candidates(machine: list[Device]) -> list[Candidate]:
 
 
 def everything(ranking: Ranking) -> list[Candidate]:
-    return [
-        *([] if ranking.choice is None else [ranking.choice]),
-        *(candidate for candidate, _ in ranking.others),
-    ]
+    return [*ranking.choices, *(candidate for candidate, _ in ranking.others)]
 
 
-@hypothesis.given(machines(), optional_addresses, optional_addresses, st.randoms())
+@hypothesis.given(machines() | pools(), optional_addresses, optional_addresses, st.randoms())
 def test_the_order_is_the_same_however_the_devices_come(machine, peer, source, random):
     expected = rank(machine, peer, source)
+    hypothesis.event(f"{len(expected.choices)} choices")
     shuffled = [
         replace(
             device,
@@ -104,7 +127,7 @@ def test_the_order_is_the_same_however_the_devices_come(machine, peer, source, r
     assert [why for _, why in again.others] == [why for _, why in expected.others]
 
 
-@hypothesis.given(machines(), optional_addresses, optional_addresses)
+@hypothesis.given(machines() | pools(), optional_addresses, optional_addresses)
 def test_every_candidate_is_ranked_once_and_every_loser_has_a_reason(machine, peer, source):
     ranking = rank(machine, peer, source)
     names = [candidate.name for candidate in everything(ranking)]
@@ -123,11 +146,13 @@ def test_every_candidate_is_ranked_once_and_every_loser_has_a_reason(machine, pe
 @hypothesis.given(machines(), optional_addresses, optional_addresses)
 def test_of_any_two_the_better_one_wins_with_or_without_the_others(machine, peer, source):
     # Only of those whose network device stays known: which devices are near the route is a matter of all.
-    order = [c for c in everything(rank(machine, peer, source)) if c.gid.address != source]
+    ranking = rank(machine, peer, source)
     order = [
         c
-        for c in order
-        if c.gid.net_device
+        for c in everything(ranking)
+        if c not in ranking.choices[1:]  # beside the best one, before better ones
+        and c.gid.address != source
+        and c.gid.net_device
         not in {g.gid.net_device for g in candidates(machine) if g.gid.address == source}
     ]
 
@@ -149,39 +174,99 @@ def test_of_any_two_the_better_one_wins_with_or_without_the_others(machine, peer
 @hypothesis.given(machines(), optional_addresses, optional_addresses, settings)
 def test_what_is_named_is_taken_or_refused(machine, peer, source, named):
     names = [device.name for device in machine]
-    wanted = [device for device in machine if named.device in (None, device.name)]
     matching = [
         c
-        for c in candidates(wanted)
+        for c in candidates(machine)
         if named.port in (None, c.port.number) and named.gid_index in (None, c.gid.index)
     ]
+    if named.device is None:
+        complete = bool(matching)
+    else:
+        complete = {c.device for c in matching} >= set(named.device)
     try:
         ranking = rank(machine, peer, source, named)
     except ConfigError as error:
-        assert not matching
+        assert not complete
         assert str(error).startswith("JAXRDMA_")
-        if named.device not in (None, *names):
+        if not set(named.device or ()) <= set(names):
             assert all(name in str(error) for name in names)
         return
-    assert named.device in (None, *names)
-    if ranking.choice is not None:
-        assert ranking.choice in matching
-        for name in ("device", "port", "gid_index"):
-            value = getattr(named, name)
-            assert value is None or f"JAXRDMA_{name.upper()}={value}" in ranking.reason
+    assert set(named.device or ()) <= set(names)
+    if ranking.choices:
+        assert set(ranking.choices) <= set(matching)
+        if named.device is not None:
+            assert tuple(c.device for c in ranking.choices) == named.device
+        for name, variable in (
+            ClusterSpec("h:1", "worker", 0, 1, 1, verbs=named).to_environment().items()
+        ):
+            if name in ("JAXRDMA_DEVICE", "JAXRDMA_PORT", "JAXRDMA_GID_INDEX"):
+                assert f"{name}={variable}" in ranking.reason
     elif named.port is not None and named.gid_index is not None:
-        assert not matching
+        assert not complete
+    else:
+        assert ranking.reason
+        assert all(why for _, why in ranking.others)
+
+
+@hypothesis.given(machines(), optional_addresses, optional_addresses, settings)
+def test_each_of_several_devices_that_are_named_gives_what_it_gives_alone(
+    machine, peer, source, named
+):
+    try:
+        ranking = rank(machine, peer, source, named)
+        alone = [
+            rank(machine, peer, source, replace(named, device=(name,)))
+            for name in named.device or ()
+        ]
+    except ConfigError:
+        return
+    if named.device is not None:
+        choices = tuple(one.choice for one in alone)
+        assert ranking.choices == (() if None in choices else choices)
+
+
+@hypothesis.given(machines() | pools(), optional_addresses, optional_addresses)
+def test_what_nobody_named_is_striped_only_where_the_peer_is_reached_alike(machine, peer, source):
+    ranking = rank(machine, peer, source)
+    names = [c.device for c in ranking.choices]
+    assert len(set(names)) == len(names) <= MOST_DEVICES
+    assert len(names) < 2 or peer is not None
+    for first, other in itertools.combinations(ranking.choices, 2):
+        assert first.port.active and other.port.active
+        assert (first.gid.type == "RoCE v1") == (other.gid.type == "RoCE v1")
+        assert first.port.link_layer == other.port.link_layer
+        if first.port.link_layer == "InfiniBand":
+            assert first.gid.raw[:8] == other.gid.raw[:8]
+            assert first.port.lid != other.port.lid
+        else:
+            assert first.gid.net_device == other.gid.net_device
+            assert source in {
+                c.gid.address
+                for c in candidates(machine)
+                if c.gid.net_device == first.gid.net_device
+            }
+            assert ranking.on_route
+
+
+@hypothesis.given(machines() | pools(), optional_addresses, optional_addresses)
+def test_striping_leaves_the_best_the_first(machine, peer, source):
+    ranking = rank(machine, peer, source)
+    for choice in ranking.choices[1:]:
+        without = [device for device in machine if device.name != choice.device]
+        assert rank(without, peer, source).choice == ranking.choice or choice.gid.address == source
 
 
 @hypothesis.given(machines(), optional_addresses, optional_addresses, settings)
 def test_an_inactive_port_is_never_chosen_without_being_named(machine, peer, source, named):
     try:
-        choice = rank(machine, peer, source, named).choice
+        ranking = rank(machine, peer, source, named)
     except ConfigError:
         return
-    if choice is not None and not choice.port.active:
-        assert named.port == choice.port.number
-        assert choice.port.state in rank(machine, peer, source, named).reason
+    for choice in ranking.choices:
+        if not choice.port.active:
+            assert named.port == choice.port.number
+            assert choice.port.state in ranking.reason
+            assert ranking.down is not None
 
 
 @hypothesis.given(machines(), optional_addresses, optional_addresses)
@@ -284,7 +369,7 @@ def test_names_of_devices_that_differ_from_host_to_host_do_not_matter():
 
 def test_a_device_off_the_route_is_used_if_it_is_named_and_the_route_is_shown():
     peer, source = ipaddress.ip_address("10.0.1.9"), ipaddress.ip_address("10.0.1.1")
-    ranking = rank(rails(2), peer, source, VerbsSettings(device="mlx5_0"))
+    ranking = rank(rails(2), peer, source, VerbsSettings(device=("mlx5_0",)))
     assert ranking.choice.device == "mlx5_0"
     assert ranking.reason.startswith("as JAXRDMA_DEVICE=mlx5_0 says")
     assert "but the route to 10.0.1.9 leaves from 10.0.1.1, not by this port" in ranking.reason
@@ -340,18 +425,18 @@ def test_wrong_names_are_refused_with_the_nearest_and_all_that_there_is():
     with pytest.raises(
         ConfigError, match=r"mlx_1.*did you mean mlx5_1\? .*bnxt_re0, mlx5_0, mlx5_1"
     ):
-        rank(machine, settings=VerbsSettings(device="mlx_1"))
+        rank(machine, settings=VerbsSettings(device=("mlx_1",)))
     with pytest.raises(ConfigError, match=r"PORT=4.*bnxt_re0; did you mean 2\?.*bnxt_re0 port 1, "):
-        rank(machine, settings=VerbsSettings(device="bnxt_re0", port=4))
+        rank(machine, settings=VerbsSettings(device=("bnxt_re0",), port=4))
     with pytest.raises(ConfigError, match=r"GID_INDEX=1: .*did you mean 3\? .*GID 0 .*fe80.*GID 3"):
-        rank(machine, settings=VerbsSettings(device="mlx5_1", gid_index=1))
+        rank(machine, settings=VerbsSettings(device=("mlx5_1",), gid_index=1))
     with pytest.raises(ConfigError, match=r"nor any"):
-        rank([], settings=VerbsSettings(device="mlx5_1"))
+        rank([], settings=VerbsSettings(device=("mlx5_1",)))
 
 
 def test_a_device_that_cannot_be_opened_is_not_refused_by_name_but_explained():
     machine = [Device("mlx5_0", problem="could not be opened"), *rails(2)[1:]]
-    ranking = rank(machine, settings=VerbsSettings(device="mlx5_0", port=1, gid_index=3))
+    ranking = rank(machine, settings=VerbsSettings(device=("mlx5_0",), port=1, gid_index=3))
     assert ranking.choice is None
     assert ranking.reason == "mlx5_0: could not be opened"
     assert rank(machine).choice.device == "mlx5_1"
@@ -361,6 +446,149 @@ def test_a_port_that_is_down_says_so():
     ranking = rank([Device("mlx5_0", ports=(roce(V2_IPV4, state="DOWN"),))])
     assert ranking.choice is None
     assert "its port is DOWN: check the cable" in ranking.reason
+
+
+# Several devices.
+
+SOURCE = ipaddress.ip_address("10.0.0.1")
+
+
+def hcas(*lids: int, prefix: str = "fe80::") -> list[Device]:
+    """InfiniBand devices mlx5_0, mlx5_1, ... of one subnet, with these LIDs."""
+    return [
+        Device(
+            f"mlx5_{i}",
+            ports=(
+                Port(
+                    *(1, "ACTIVE", "InfiniBand", 4096, 1 << 30, lid, (0xFFFF,)),
+                    (Gid(0, ipaddress.ip_address(f"{prefix}{i + 1}"), "IB", ""),),
+                ),
+            ),
+        )
+        for i, lid in enumerate(lids)
+    ]
+
+
+def names(ranking: Ranking) -> list[str]:
+    return [choice.device for choice in ranking.choices]
+
+
+def test_infiniband_ports_of_one_subnet_are_striped_over():
+    ranking = rank(hcas(7, 8), PEER, SOURCE)
+    assert names(ranking) == ["mlx5_0", "mlx5_1"]
+    assert ranking.reason.startswith(
+        "striped over mlx5_0 and mlx5_1 of one InfiniBand subnet (fe80::/64): InfiniBand"
+    )
+    assert ranking.others == ()
+    assert ranking.on_route
+    assert ranking.name == "mlx5_0 port 1 GID 0 (fe80::1, IB) and mlx5_1 port 1 GID 0 (fe80::2, IB)"
+
+
+def test_of_eight_the_first_four_are_striped_over_and_the_rest_is_told_why_not():
+    ranking = rank(hcas(*range(1, 9)), PEER, SOURCE)
+    assert names(ranking) == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]
+    assert "striped over mlx5_0, mlx5_1, mlx5_2 and mlx5_3 of one" in ranking.reason
+    assert [c.device for c, _ in ranking.others] == ["mlx5_4", "mlx5_5", "mlx5_6", "mlx5_7"]
+    assert all("4 devices are the most" in why for _, why in ranking.others)
+
+
+@pytest.mark.parametrize(
+    ("machine", "peer"),
+    [
+        (hcas(7, 8), None),
+        (hcas(7, 7), PEER),  # one port, and a virtual function of it
+        ([*hcas(7), *hcas(0, 8, prefix="fec0::")[1:]], PEER),
+        ([*hcas(7), *rails(2)[1:]], PEER),
+        ([*hcas(7), replace(hcas(0, 8)[1], ports=(replace(hcas(8)[0].ports[0], state="DOWN"),))], PEER),
+        (rails(2), PEER),
+        (rails(2), None),
+    ],
+)  # fmt: skip
+def test_a_device_that_may_not_reach_the_peer_is_not_striped_over_unasked(machine, peer):
+    for source in (None, SOURCE):
+        assert len(rank(machine, peer, source).choices) == 1
+
+
+def test_ports_are_matched_by_their_subnet_not_by_their_number():
+    (first,) = hcas(7)
+    (far, near) = (*hcas(8, prefix="fec0::1:"), *hcas(9, prefix="fe80::1:"))
+    ports = (far.ports[0], replace(near.ports[0], number=2))
+    ranking = rank([first, Device("mlx5_1", ports=ports)], PEER)
+    assert [(c.device, c.port.number) for c in ranking.choices] == [("mlx5_0", 1), ("mlx5_1", 2)]
+    assert "mlx5_1 port 2 GID 0 comes first in order" in ranking.others[0][1]
+
+
+def test_two_devices_of_one_bond_are_striped_over():
+    bond = (replace(V2_LOCAL, net_device="bond0"), replace(V2_IPV4, net_device="bond0"))
+    machine = [Device(f"mlx5_{i}", ports=(roce(*bond),)) for i in range(2)]
+    ranking = rank(machine, PEER, SOURCE)
+    assert names(ranking) == ["mlx5_0", "mlx5_1"]
+    assert ranking.reason == (
+        "striped over mlx5_0 and mlx5_1 of one network device (bond0): the route to 10.0.0.2 leaves from "
+        "10.0.0.1, RoCE v2, IPv4 like the peer"
+    )
+    assert all("link-local" in why or "IPv6" in why for _, why in ranking.others)
+    assert names(rank(machine, PEER)) == ["mlx5_0"]
+
+
+def test_rails_that_are_named_are_striped_over_in_the_order_named():
+    named = VerbsSettings(device=("mlx5_1", "mlx5_0"))
+    ranking = rank(rails(3), PEER, SOURCE, named)
+    assert names(ranking) == ["mlx5_1", "mlx5_0"]
+    assert [c.gid.index for c in ranking.choices] == [3, 3]
+    assert ranking.on_route
+    assert ranking.reason == (
+        "striped over mlx5_1 and mlx5_0: as JAXRDMA_DEVICE=mlx5_1,mlx5_0 says; mlx5_1: RoCE v2, IPv4 like "
+        "the peer; but the route to 10.0.0.2 leaves from 10.0.0.1, not by this port, not the address 10.0.0.1 "
+        "that the route to 10.0.0.2 leaves from; mlx5_0: the route to 10.0.0.2 leaves from 10.0.0.1, RoCE v2, "
+        "IPv4 like the peer"
+    )
+    why = {(c.device, c.gid.index): text for c, text in ranking.others}
+    assert "link-local" in why["mlx5_1", 0] or "IPv6" in why["mlx5_1", 0]
+    assert why["mlx5_2", 3] == "JAXRDMA_DEVICE names mlx5_1 and mlx5_0"
+    assert rank(rails(3), settings=named).reason == (
+        "striped over mlx5_1 and mlx5_0: as JAXRDMA_DEVICE=mlx5_1,mlx5_0 says, RoCE v2, IPv4"
+    )
+
+
+def test_of_devices_that_are_named_none_is_left_out_silently():
+    named = VerbsSettings(device=("mlx5_0", "mlx5_1"))
+    closed = Device("mlx5_1", problem="could not be opened")
+    down = Device("mlx5_1", ports=(roce(V2_IPV4, state="DOWN"),))
+    spare = roce(number=2, state="DOWN")  # of the one that can be used: no matter
+    good = replace(rails(1)[0], ports=(*rails(1)[0].ports, spare))
+    for other, why in ((closed, "could not be opened"), (down, "its port is DOWN")):
+        ranking = rank([good, other], PEER, SOURCE, named)
+        assert ranking.choices == ()
+        assert ranking.reason.startswith(
+            "JAXRDMA_DEVICE names mlx5_0 and mlx5_1, and not all can be used: mlx5_1"
+        )
+        assert why in ranking.reason
+        assert "mlx5_0 port" not in ranking.reason
+        assert all(why for _, why in ranking.others)
+
+
+def test_what_is_named_must_be_there_on_each_device_that_is_named():
+    both = ("mlx5_0", "mlx5_1")
+    machine = [*rails(1), Device("mlx5_1", ports=(roce(V2_IPV6),))]
+    with pytest.raises(
+        ConfigError, match=r"mlx5_0,mlx9.* no RDMA device mlx9 .*did you mean mlx5_"
+    ):
+        rank(machine, settings=VerbsSettings(device=("mlx5_0", "mlx9")))
+    with pytest.raises(ConfigError, match=r"INDEX=3: that slot is empty on mlx5_1; did you mean 5"):
+        rank(machine, settings=VerbsSettings(device=both, gid_index=3))
+    two = replace(machine[0], ports=(*machine[0].ports, roce(V2_IPV4, number=2)))
+    with pytest.raises(ConfigError, match=r"PORT=2: there is no such port of mlx5_1"):
+        rank([two, machine[1]], settings=VerbsSettings(device=both, port=2))
+
+
+def test_a_peer_on_loopback_is_no_reason_to_stripe(monkeypatch):
+    found = devices.Inventory("native", "a test", tuple(hcas(7, 8)))
+    monkeypatch.setattr(devices, "read_devices", lambda reader: found)
+    assert names(devices.survey("127.0.0.1").ranking) == ["mlx5_0"]
+    assert names(devices.survey(None).ranking) == ["mlx5_0"]
+    monkeypatch.setattr(devices, "find_route", lambda host: (PEER, SOURCE))
+    assert names(devices.survey("elsewhere").ranking) == ["mlx5_0", "mlx5_1"]
 
 
 # Looking for the route.
@@ -580,6 +808,31 @@ def test_json_has_everything_that_the_table_has(monkeypatch, capsys):
     }
     assert [other["gid_index"] for other in told["others"]] == [1, 0]
     assert [place["where"] for place in told["unusable"]] == ["mlx5_0 port 2", "mlx5_1"]
+
+
+def test_several_choices_are_all_shown(monkeypatch, capsys):
+    monkeypatch.setattr(devices, "find_route", lambda host: (PEER, SOURCE))
+    assert command(monkeypatch, tuple(hcas(7, 8)), "--peer", "elsewhere") == 0
+    out = capsys.readouterr().out
+    assert out.count(" chosen ") == 2
+    assert "striped over mlx5_0 and mlx5_1" in out
+    assert "name them" not in out
+    assert command(monkeypatch, tuple(hcas(7, 8)), "--peer", "elsewhere", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [choice["device"] for choice in told["choices"]] == ["mlx5_0", "mlx5_1"]
+    assert told["choice"] == told["choices"][0]
+
+
+def test_devices_that_are_left_out_may_be_named(monkeypatch, capsys):
+    foreign = Device("mlx5_8", ports=(roce(replace(V2_IPV4, net_device="")),))
+    overlay = Device("mlx5_9", ports=(roce(replace(V2_IPV4, net_device="docker0")),))
+    assert command(monkeypatch, (*rails(3), foreign, overlay)) == 0
+    assert "name them: JAXRDMA_DEVICE=mlx5_0,mlx5_1,mlx5_2." in capsys.readouterr().out
+    assert command(monkeypatch, tuple(rails(6))) == 0
+    assert "=mlx5_0,mlx5_1,mlx5_2,mlx5_3." in capsys.readouterr().out
+    assert command(monkeypatch, (*rails(1), foreign, overlay)) == 0
+    assert "name them" not in capsys.readouterr().out
+    assert devices.spare_devices(rank(rails(2), settings=VerbsSettings(device=("mlx5_1",)))) == ()
 
 
 def test_nothing_to_use_is_exit_code_1_with_the_reason(monkeypatch, capsys):

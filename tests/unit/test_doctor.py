@@ -164,9 +164,25 @@ def test_a_spare_port_may_be_down():
 
 
 def test_a_device_that_is_named_and_not_there_fails():
-    check = judged(HEALTHY, settings=VerbsSettings(device="mlx5_1"))["devices"]
+    check = judged(HEALTHY, settings=VerbsSettings(device=("mlx5_1",)))["devices"]
     assert check.outcome == FAILED
     assert "did you mean mlx5_0?" in check.found
+
+
+def test_several_devices_that_are_named_are_judged_together():
+    second = Device("mlx5_1", ports=(PORT,))
+    facts = replace(HEALTHY, seen=(*HEALTHY.seen, second), limit=LockLimit(1 << 29, 1 << 29, False))
+    named = VerbsSettings(device=("mlx5_1", "mlx5_0"))
+    alone, both = judged(facts, Needs(servers=2)), judged(facts, Needs(servers=2), named)
+    assert "the choice is mlx5_0 port 1" in alone["devices"].found
+    assert "tensors are striped over mlx5_1 port 1" in both["devices"].found
+    assert alone["locked memory, server"].outcome == OK
+    assert both["locked memory, server"].outcome == FAILED
+    assert "by each of 2 devices" in both["locked memory, server"].found
+    down = replace(second, ports=(replace(PORT, state="DOWN"),))
+    check = judged(replace(facts, seen=(*HEALTHY.seen, down)), settings=named)["devices"]
+    assert check.outcome == FAILED
+    assert "not all can be used: mlx5_1 port 1: its port is DOWN" in check.found
 
 
 def test_locked_memory_is_held_against_what_the_job_needs():

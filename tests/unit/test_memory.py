@@ -52,6 +52,22 @@ def test_what_is_too_much_is_refused_with_need_limit_and_cure():
     assert "512 KiB for the rest, 1 MiB in all" in said[-1]
 
 
+def test_each_of_several_devices_locks_all_of_it():
+    said = []
+    locked = Locked("worker 3", said.append, LockLimit(1 << 20, 2 << 20, exempt=False), devices=2)
+    locked.add("slots", 1 << 18)
+    assert locked.bytes == 1 << 19
+    assert said[0].startswith(
+        "worker 3 locks 512 KiB (256 KiB by each of 2 devices) for slots; limit"
+    )
+    with pytest.raises(
+        TransportError,
+        match=r"it needs 768 KiB \(384 KiB by each of 2 devices\), 1.25 MiB in all; .*ulimit -l unlimited.*; or "
+        "name fewer devices by JAXRDMA_DEVICE",
+    ):
+        locked.add("a model", 3 << 17)
+
+
 @pytest.mark.parametrize("limit", [LockLimit(None, None, False), LockLimit(0, 0, True)])
 def test_no_limit_and_one_that_does_not_count_refuse_nothing(limit):
     locked = Locked("server 0", lambda text: None, limit)

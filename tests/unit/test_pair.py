@@ -1,5 +1,7 @@
 """Two machines as a pair: what fits and what does not, and a real visit over loopback."""
 
+import dataclasses
+import ipaddress
 import json
 import os
 import re
@@ -15,8 +17,9 @@ from jaxrdma import devices, pair
 from jaxrdma.cluster import VerbsSettings
 from jaxrdma.doctor import FAILED, OK, WARNING
 from jaxrdma.pair import Side
+from jaxrdma.transport import Place
 
-HERE = Side("a", choice="mlx5_0 port 1", reason="RoCE v2", link_layer="Ethernet", mtu=4096)
+HERE = Side("a", choice="mlx5_0 port 1", reason="RoCE v2", link_layers=("Ethernet",), mtus=(4096,))
 THERE = replace(HERE, host="b")
 NOTHING = VerbsSettings()
 
@@ -32,10 +35,46 @@ def test_devices_that_fit_are_good_and_what_does_not_fit_is_named():
         "device there": FAILED,
     }
     assert outcomes(replace(HERE, doubt="another way"), THERE)["device here"] == WARNING
-    assert outcomes(HERE, replace(THERE, link_layer="InfiniBand"))["link layers"] == FAILED
-    checks = pair.examine_sides(HERE, replace(THERE, mtu=1024))
+    assert outcomes(HERE, replace(THERE, link_layers=("InfiniBand",)))["link layers"] == FAILED
+    checks = pair.examine_sides(HERE, replace(THERE, mtus=(1024,)))
     assert checks[-1].outcome == WARNING
     assert "4096 bytes of payload per packet here, 1024 there: the smaller" in checks[-1].found
+
+
+def test_several_devices_are_held_against_those_that_the_links_join_them_to():
+    assert pair.joined("abc", "xy") == [("a", "x"), ("b", "y"), ("c", "x")]
+    assert pair.joined((4096, 4096), (4096,)) == [(4096, 4096)]
+    here = replace(HERE, link_layers=("Ethernet", "Ethernet"), mtus=(4096, 1024))
+    twin = replace(here, host="b")
+    assert set(outcomes(here, twin).values()) == {OK}
+    assert "4096 and 1024 bytes" in pair.examine_sides(here, twin)[-1].found
+    crossed = pair.examine_sides(here, replace(twin, mtus=(1024, 4096)))[-1]
+    assert crossed.found.startswith("4096 bytes of payload per packet here, 1024 there")
+    assert "; 1024 bytes of payload per packet here, 4096 there" in crossed.found
+    mixed = replace(THERE, link_layers=("Ethernet", "InfiniBand"), mtus=(4096, 4096))
+    assert outcomes(HERE, mixed)["link layers"] == FAILED
+    assert outcomes(HERE, mixed)["MTUs"] == OK
+
+
+def test_what_a_machine_would_use_tells_of_all_its_devices(monkeypatch):
+    ports = [
+        devices.Port(
+            *(1, state, "Ethernet", mtu, 1 << 31, 0, (0xFFFF,)),
+            (devices.Gid(3, ipaddress.ip_address("10.0.0.1"), "RoCE v2", "eth0"),),
+        )
+        for state, mtu in (("ACTIVE", 4096), ("DOWN", 1024))
+    ]
+    machine = tuple(devices.Device(f"mlx5_{i}", ports=(port,)) for i, port in enumerate(ports))
+    monkeypatch.setattr(
+        devices, "read_devices", lambda reader: devices.Inventory(reader, "", machine)
+    )
+    settings = VerbsSettings(device=("mlx5_0", "mlx5_1"), port=1)
+    side = pair.look(Place("127.0.0.1"), settings)
+    assert side.choice.startswith("mlx5_0 port 1 GID 3 (10.0.0.1, RoCE v2) and mlx5_1 port 1")
+    assert (side.link_layers, side.mtus) == (("Ethernet", "Ethernet"), (4096, 1024))
+    assert side.doubt == "the port of mlx5_1 is DOWN"
+    problem = pair.look(Place("127.0.0.1"), dataclasses.replace(settings, port=None)).problem
+    assert "not all can be used: mlx5_1 port 1: its port is DOWN" in problem
 
 
 def test_auto_probes_verbs_if_both_can():

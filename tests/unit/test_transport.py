@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from jaxrdma import devices, transport
-from jaxrdma.cluster import ClusterSpec, VerbsSettings
+from jaxrdma import _native, devices, transport
+from jaxrdma.cluster import MOST_DEVICES, ClusterSpec, VerbsSettings
 from jaxrdma.control import Offer
 from jaxrdma.devices import Device, Gid, Inventory, Port
 from jaxrdma.errors import ConfigError, TransportError
-from jaxrdma.memory import LockLimit
+from jaxrdma.memory import LockLimit, connections_bytes
 from jaxrdma.native import transport_options
 from jaxrdma.transport import Place
 
@@ -77,7 +77,7 @@ def test_peers_are_at_the_servers_or_the_coordinator_or_come_in_where_a_server_l
         (Place("10.0.2.9"), {}, "mlx5_0", "10.0.0.1"),  # by mlx5_2, which is down
         (Place("127.0.0.1"), {}, "mlx5_0", "10.0.0.1"),
         (Place("10.0.0.9"), {"gid_index": 5}, "mlx5_1", "fd00::1"),
-        (Place("fd00::9"), {"device": "mlx5_0"}, "mlx5_0", "10.0.0.1"),
+        (Place("fd00::9"), {"device": ("mlx5_0",)}, "mlx5_0", "10.0.0.1"),
         (Place("fd00::9"), {"port": 1}, "mlx5_1", "fd00::1"),
     ],
 )
@@ -90,12 +90,42 @@ def test_the_device_is_that_of_the_route_and_settings_leave_the_rest_ranked(
     assert (ranking.choice.device, str(ranking.choice.gid.address)) == (device, address)
     assert ranking.choice.name in transport.describe(ranking)
     assert ranking.reason in transport.describe(ranking)
-    made = transport_options(cluster, "verbs", ranking.choice)
+    made = transport_options(cluster, "verbs", ranking.choices)
     assert made["transport"] == "verbs"
-    assert (made["verbs"].device, made["verbs"].port) == (device, 1)
-    assert made["verbs"].gid == ranking.choice.gid.raw
-    assert made["verbs"].gid_type == "RoCE v2"
-    assert made["verbs"].gid_index == settings.get("gid_index", -1)
+    (source,) = made["verbs"].sources
+    assert (source.device, source.port) == (device, 1)
+    assert source.gid == ranking.choice.gid.raw
+    assert source.gid_type == "RoCE v2"
+    assert source.gid_index == settings.get("gid_index", -1)
+
+
+def test_every_choice_is_handed_over_and_its_memory_reckoned(machine, capfd):
+    named = {"device": ("mlx5_1", "mlx5_0"), "timeout": 12}
+    cluster = spec(transport="verbs", verbs=named)
+    made, locked = transport.prepare(cluster, "verbs", Place("10.0.0.9"), "its connection")
+    sources = made["verbs"].sources
+    assert [(s.device, s.port, s.gid_type) for s in sources] == [
+        ("mlx5_1", 1, "RoCE v2"),
+        ("mlx5_0", 1, "RoCE v2"),
+    ]
+    assert [s.gid[12:] for s in sources] == [b"\x0a\x00\x01\x01", b"\x0a\x00\x00\x01"]
+    assert made["verbs"].timeout == 12
+    assert locked is not None
+    assert locked.bytes == 2 * connections_bytes(1, cluster.partition_bytes)
+    said = capfd.readouterr().err
+    assert "worker 0: verbs, mlx5_1 port 1 GID 3 (10.0.1.1, RoCE v2) and mlx5_0 port 1" in said
+    assert "striped over mlx5_1 and mlx5_0: as JAXRDMA_DEVICE=mlx5_1,mlx5_0 says" in said
+    assert "by each of 2 devices" in said
+
+
+def test_without_a_choice_the_settings_are_handed_over(machine):
+    assert [s.device for s in transport_options(spec())["verbs"].sources] == [""]
+    named = transport_options(spec(verbs={"device": ("a", "b"), "port": 2, "gid_index": 7}))
+    assert [(s.device, s.port, s.gid_index) for s in named["verbs"].sources] == [
+        ("a", 2, 7),
+        ("b", 2, 7),
+    ]
+    assert _native.MOST_DEVICES == MOST_DEVICES
 
 
 def test_the_bytes_of_a_gid_are_those_of_the_device():
@@ -105,11 +135,11 @@ def test_the_bytes_of_a_gid_are_those_of_the_device():
 
 def test_what_is_not_there_is_refused_and_none_to_use_names_the_reason(machine):
     with pytest.raises(ConfigError, match="did you mean mlx5_0"):
-        transport.choose(spec(verbs={"device": "mlx4_0"}), Place("10.0.0.9"))
+        transport.choose(spec(verbs={"device": ("mlx4_0",)}), Place("10.0.0.9"))
     with pytest.raises(ConfigError, match="JAXRDMA_GID_INDEX=4.*did you mean 3"):
         transport.check_verbs(spec(verbs={"gid_index": 4}))
     with pytest.raises(TransportError, match="cannot be used: mlx5_2 port 1: its port is DOWN"):
-        transport.check_verbs(spec(verbs={"device": "mlx5_2"}))
+        transport.check_verbs(spec(verbs={"device": ("mlx5_2",)}))
 
 
 def offer(place: Place, **changes):
@@ -119,6 +149,7 @@ def offer(place: Place, **changes):
 def test_auto_offers_verbs_where_the_route_goes_by_a_device(machine, monkeypatch):
     assert offer(Place("10.0.1.9")) == Offer("auto", True, "")
     assert offer(Place("10.0.1.1", own=True)).verbs
+    assert offer(Place("10.0.1.9"), verbs={"device": ("mlx5_0", "mlx5_1")}).verbs
     assert offer(Place("10.0.0.9"), transport="verbs") == Offer("verbs", True, "")
     assert offer(Place("10.0.0.9"), transport="tcp") == Offer("tcp", False, "asks for tcp")
     for place, settings, why in (
@@ -127,22 +158,34 @@ def test_auto_offers_verbs_where_the_route_goes_by_a_device(machine, monkeypatch
         (Place("10.0.9.9"), {}, "does not reach 10.0.9.9 by an RDMA device"),
         (
             Place("10.0.2.9"),
-            {"device": "mlx5_2"},
+            {"device": ("mlx5_2",)},
             "has no RDMA device to use: mlx5_2 port 1: its port",
         ),
         (
             Place("10.0.2.9"),
-            {"device": "mlx5_2", "port": 1},
+            {"device": ("mlx5_2",), "port": 1},
             "has no active port: mlx5_2 port 1 GID",
+        ),
+        (
+            Place("10.0.0.9"),
+            {"device": ("mlx5_0", "mlx5_2"), "port": 1},
+            "has no active port: mlx5_2 port 1 GID",
+        ),
+        (
+            Place("10.0.0.9"),
+            {"device": ("mlx5_0", "mlx5_2")},
+            "has no RDMA device to use: JAXRDMA_DEVICE names mlx5_0 and mlx5_2, and not all can be used: mlx5_2",
         ),
     ):
         made = offer(place, verbs=settings)
         assert not made.verbs and made.why.startswith(why), made
     with pytest.raises(ConfigError, match="did you mean"):
-        offer(Place("10.0.0.9"), verbs={"device": "mlx9"})
+        offer(Place("10.0.0.9"), verbs={"device": ("mlx9",)})
     monkeypatch.setattr(transport, "read_lock_limit", lambda: LockLimit(65536, 65536, False))
     made = offer(Place("10.0.0.9"))
     assert made.why.startswith("may not lock enough memory: it needs 16.25 MiB; limit of this")
+    several = offer(Place("10.0.1.9"), verbs={"device": ("mlx5_0", "mlx5_1")})
+    assert "it needs 32.51 MiB (16.25 MiB by each of 2 devices)" in several.why
     monkeypatch.setattr(devices, "kernel_devices", lambda: ())
     assert offer(Place("10.0.0.9")).why == "has no RDMA device"
 

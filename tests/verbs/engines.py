@@ -6,8 +6,8 @@
 Every process of a job is given the same --servers, --workers, --elements and --partition-bytes. With --update on all of
 them, servers keep parameters and leave them as they are: a worker with --init gives them, one with --read reads them in
 the servers' memory. With --coordinator HOST:PORT the device is chosen as a job does it, by the route to its peer and
-JAXRDMA_*, and said in a line that begins with "verbs, "; nobody needs to listen there. A failure is said as
-"failed CODE: MESSAGE", with exit status 3.
+JAXRDMA_*, and said in a line that begins with "verbs, "; nobody needs to listen there. --verbs device=A,B stripes over
+several. A failure is said as "failed CODE: MESSAGE", with exit status 3.
 """
 
 import argparse
@@ -96,19 +96,25 @@ def chosen(args: argparse.Namespace, listen: str | None) -> dict[str, Any]:
         say(transport.describe(ranking))
         peers = args.workers if listen is not None else args.servers
         need = connections_bytes(peers, args.partition_bytes)
-        Locked(f"{args.role} {args.index}", say).add("its connections", need)
+        locked = Locked(f"{args.role} {args.index}", say, devices=len(ranking.choices))
+        locked.add("its connections", need)
     except JaxRdmaError as error:
         say(f"failed {type(error).__name__}: {error}")
         sys.exit(3)
-    made = transport_options(spec, "verbs", ranking.choice)
+    made = transport_options(spec, "verbs", ranking.choices)
     with_settings(args, made["verbs"])
     return {**made}
 
 
 def with_settings(args: argparse.Namespace, options: _native.VerbsOptions) -> _native.VerbsOptions:
-    for setting in args.verbs:
-        name, _, value = setting.partition("=")
-        setattr(options, name, value if name == "device" else int(value))
+    values = dict(setting.split("=", 1) for setting in args.verbs)
+    sources = options.sources
+    if "device" in values:
+        sources = [_native.VerbsSource(device=name) for name in values.pop("device").split(",")]
+    for name, value in values.items():
+        for target in sources if name in ("port", "gid_index") else [options]:
+            setattr(target, name, int(value))
+    options.sources = sources
     return options
 
 

@@ -106,7 +106,7 @@ def test_the_route_decides_between_devices_and_a_setting_leaves_the_rest_ranked(
     with spare_device():
         assert choice() == ("rxe2", "198.51.100.1")
         assert choice(port=1) == ("rxe2", "198.51.100.1")
-        assert choice(device="rxe1") == ("rxe1", "10.88.0.2")
+        assert choice(device=("rxe1",)) == ("rxe1", "10.88.0.2")
 
 
 def test_of_several_gids_the_one_of_the_peers_network_and_family_is_taken() -> None:
