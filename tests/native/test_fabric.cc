@@ -573,6 +573,30 @@ TRANSPORT_TEST("a wake before or during wait ends it") {
   waker.join();
 }
 
+TRANSPORT_TEST("a wake is not lost to another thread that polls meanwhile") {
+  Side a(transport);
+  constexpr uint32_t kWakes = 3000;
+  std::atomic<uint32_t> waits{0};
+  std::thread sleeper([&] {
+    while (waits < kWakes) {
+      a.fabric->wait(-1);
+      ++waits;
+    }
+  });
+  std::vector<Event> events;
+  const auto deadline = Clock::now() + kPatience;
+  for (uint32_t seen = 0; seen < kWakes && Clock::now() < deadline;) {
+    a.fabric->wake();
+    // What wakes a thread that is about to sleep must not be taken here.
+    while (waits == seen && Clock::now() < deadline) a.fabric->poll(events);
+    seen = waits;
+  }
+  CHECK(waits == kWakes);
+  waits = kWakes;
+  a.fabric->wake();
+  sleeper.join();
+}
+
 TRANSPORT_TEST("one thread posts while another waits and polls") {
   Pair pair(transport);
   constexpr uint32_t kWrites = 2000;

@@ -47,7 +47,7 @@ Result<std::unique_ptr<TcpFabric>> TcpFabric::create(const Options& options) {
   Fd event(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!event.open()) return Status(Code::kResource, "no event descriptor: " + errno_text(errno));
   epoll_event wanted{};
-  wanted.events = EPOLLIN | EPOLLET;
+  wanted.events = EPOLLIN;
   wanted.data.u64 = kEventTag;
   if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, event.get(), &wanted) != 0) {
     return Status(Code::kResource, "could not watch the event descriptor: " + errno_text(errno));
@@ -152,7 +152,7 @@ void TcpFabric::unwatch(int fd) { epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nul
 void TcpFabric::deadline_changed(int64_t deadline_ns) {
   if (deadline_ns >= next_deadline_ns_) return;
   next_deadline_ns_ = deadline_ns;
-  if (polling_ == nullptr) notify();
+  notify();
 }
 
 bool TcpFabric::poll(std::vector<Event>& events) {
@@ -229,7 +229,14 @@ void TcpFabric::wait(int timeout_ms, bool /*patient*/) {
     if (count > 0) {
       const std::lock_guard lock(ready_mutex_);
       ready_.clear();
-      for (int i = 0; i < count; ++i) ready_.push_back({found[i].data.u64, found[i].events});
+      for (int i = 0; i < count; ++i) {
+        if (found[i].data.u64 == kEventTag) {
+          eventfd_t wakes;
+          eventfd_read(event_.get(), &wakes);
+        } else {
+          ready_.push_back({found[i].data.u64, found[i].events});
+        }
+      }
     }
   }
   sleeping_ = false;

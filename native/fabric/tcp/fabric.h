@@ -77,7 +77,7 @@ class TcpFabric final : public Fabric {
 
   const Options options_;
   const Fd epoll_;
-  const Fd event_;  ///< wakes `wait`; edge-triggered, so that nobody has to read it
+  const Fd event_;  ///< wakes `wait`, which alone reads it: `poll` on another thread must not
   std::shared_ptr<MemoryTable> memory_ = std::make_shared<MemoryTable>();
   std::vector<Listener> listeners_;
   std::unordered_map<EndpointId, std::unique_ptr<TcpEndpoint>> endpoints_;
