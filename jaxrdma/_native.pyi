@@ -68,7 +68,8 @@ class FlowSpec:
 
 DEFAULT_SPIN_US: int = 0
 
-PROTOCOL_VERSION: int = 2
+MOST_DEVICES: int = 4
+PROTOCOL_VERSION: int = 4
 
 TOKEN_BYTES: int = 16
 
@@ -101,12 +102,23 @@ class Pending:
     @property
     def seconds(self) -> float: ...
 
-class VerbsOptions:
+class VerbsSource:
     device: str
     port: int
     gid_index: int
     gid: bytes
     gid_type: str
+    def __init__(
+        self,
+        device: str = "",
+        port: int = 0,
+        gid_index: int = -1,
+        gid: bytes = ...,
+        gid_type: str = "",
+    ) -> None: ...
+
+class VerbsOptions:
+    sources: list[VerbsSource]
     pkey_index: int
     traffic_class: int
     service_level: int

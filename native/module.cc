@@ -191,21 +191,34 @@ void bind_common(nb::module_& m) {
           nb::arg("id"), nb::arg("mode"), nb::arg("dtypes"), nb::arg("elements"),
           nb::arg("partitions"))
       .def_ro("id", &FlowSpec::id);
-  nb::class_<fabric::VerbsOptions>(m, "VerbsOptions")
-      .def(nb::init<>())
-      .def_rw("device", &fabric::VerbsOptions::device)
-      .def_rw("port", &fabric::VerbsOptions::port)
-      .def_rw("gid_index", &fabric::VerbsOptions::gid_index)
+  const auto set_gid = [](fabric::VerbsSource& self, const nb::bytes& gid) {
+    if (gid.size() != self.gid.size()) throw nb::value_error("a GID has 16 bytes");
+    std::memcpy(self.gid.data(), gid.data(), gid.size());
+  };
+  nb::class_<fabric::VerbsSource>(m, "VerbsSource")
+      .def(
+          "__init__",
+          [set_gid](fabric::VerbsSource* self, const std::string& device, uint32_t port,
+                    int gid_index, const nb::bytes& gid, const std::string& gid_type) {
+            new (self) fabric::VerbsSource{device, port, gid_index, {}, gid_type};
+            set_gid(*self, gid);
+          },
+          nb::arg("device") = "", nb::arg("port") = 0, nb::arg("gid_index") = -1,
+          nb::arg("gid") = nb::bytes("\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 16),
+          nb::arg("gid_type") = "")
+      .def_rw("device", &fabric::VerbsSource::device)
+      .def_rw("port", &fabric::VerbsSource::port)
+      .def_rw("gid_index", &fabric::VerbsSource::gid_index)
       .def_prop_rw(
           "gid",
-          [](const fabric::VerbsOptions& self) {
+          [](const fabric::VerbsSource& self) {
             return nb::bytes(self.gid.data(), self.gid.size());
           },
-          [](fabric::VerbsOptions& self, const nb::bytes& gid) {
-            if (gid.size() != self.gid.size()) throw nb::value_error("a GID has 16 bytes");
-            std::memcpy(self.gid.data(), gid.data(), gid.size());
-          })
-      .def_rw("gid_type", &fabric::VerbsOptions::gid_type)
+          set_gid)
+      .def_rw("gid_type", &fabric::VerbsSource::gid_type);
+  nb::class_<fabric::VerbsOptions>(m, "VerbsOptions")
+      .def(nb::init<>())
+      .def_rw("sources", &fabric::VerbsOptions::sources)
       .def_rw("pkey_index", &fabric::VerbsOptions::pkey_index)
       .def_rw("traffic_class", &fabric::VerbsOptions::traffic_class)
       .def_rw("service_level", &fabric::VerbsOptions::service_level)
@@ -213,6 +226,7 @@ void bind_common(nb::module_& m) {
       .def_rw("retry_count", &fabric::VerbsOptions::retry_count)
       .def_rw("link_timeout_ms", &fabric::VerbsOptions::link_timeout_ms);
   m.attr("DEFAULT_SPIN_US") = kDefaultSpinUs;
+  m.attr("MOST_DEVICES") = static_cast<int>(fabric::kMostDevices);
   m.attr("PROTOCOL_VERSION") = static_cast<int>(wire::kProtocolVersion);
   m.attr("TOKEN_BYTES") = static_cast<int>(fabric::Hello::kTokenBytes);
   m.def("stage_name", [](int stage) { return std::string(stage_name(static_cast<Stage>(stage))); });

@@ -65,7 +65,6 @@ fabric::Slice Aggregate::location_slice(const Piece& piece) {
   location.bytes = piece.bytes();
   location.seal_address = reinterpret_cast<uint64_t>(seal);
   location.key = results.region->remote_key();
-  location.reserved = 0;
   return results.slice(reinterpret_cast<const std::byte*>(&location), sizeof(location));
 }
 

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/secret.h"
 #include "engine/aggregate.h"
 #include "engine/landing.h"
 #include "engine/reduce.h"
@@ -42,14 +43,6 @@ std::string text(const Parts&... parts) {
   std::ostringstream stream;
   (stream << ... << parts);
   return stream.str();
-}
-
-bool equal_in_constant_time(const std::vector<std::byte>& a, const std::vector<std::byte>& b) {
-  if (a.size() != b.size()) return false;
-  volatile uint8_t difference = 0;
-  for (size_t i = 0; i < a.size(); ++i)
-    difference = difference | std::to_integer<uint8_t>(a[i] ^ b[i]);
-  return difference == 0;
 }
 
 /// The progress lock. The progress thread, which takes it again at once after every turn, lets the
@@ -600,9 +593,6 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
     return text("header field ", field, ": expected ", expected, ", got ", got);
   };
   if (header.magic != wire::kHeaderMagic) return wrong("magic", wire::kHeaderMagic, header.magic);
-  if (header.version != wire::kProtocolVersion) {
-    return wrong("version", wire::kProtocolVersion, header.version);
-  }
   const int kind = static_cast<int>(header.kind);
   if (kind < static_cast<int>(wire::Kind::kPush) || kind > static_cast<int>(wire::Kind::kLocate)) {
     return wrong("kind", "1 to 4", kind);

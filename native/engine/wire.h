@@ -17,8 +17,8 @@ namespace jaxrdma::wire {
 static_assert(std::endian::native == std::endian::little);
 
 /// Raised by any change to frames, headers or immediates.
-inline constexpr uint16_t kProtocolVersion = 3;
-inline constexpr uint32_t kHeaderMagic = 0x5344524a;  // "JRDS"
+inline constexpr uint16_t kProtocolVersion = 4;
+inline constexpr uint32_t kHeaderMagic = 0x5444524a;  // "JRDT"
 
 enum class Kind : uint8_t {
   kPush = 1,    ///< a gradient partition; the answer is the partition of step + 1
@@ -34,10 +34,9 @@ struct Location {
   uint64_t address;
   uint64_t bytes;
   uint64_t seal_address;  ///< of the Seal that is for all partitions of this flow on this server
-  uint32_t key;           ///< of both
-  uint32_t reserved;
+  fabric::RemoteKey key;  ///< of both
 };
-static_assert(sizeof(Location) == 32);
+static_assert(sizeof(Location) == 40);
 
 /// Tells whether what was read is one version: the same even sequence before and after. Read the
 /// seal, then partitions, then the seal again, in this order on one connection.
@@ -50,19 +49,16 @@ static_assert(sizeof(Seal) == 16);
 /// Lies at the beginning of a landing slot. The payload follows at once.
 struct Header {
   uint32_t magic;
-  uint16_t version;
   uint16_t flow;
   Kind kind;
-  uint8_t dtype;  ///< of the payload
-  uint16_t reserved0;
+  uint8_t dtype;       ///< of the payload
   uint32_t partition;  ///< index in the plan
+  uint32_t reply_tag;  ///< comes back in the immediate of the answer, 24 bits
   int64_t step;
   uint64_t incarnation;  ///< of the worker
   uint64_t bytes;        ///< of the payload
   uint64_t reply_address;
-  uint32_t reply_key;
-  uint32_t reply_tag;  ///< comes back in the immediate of the answer, 24 bits
-  uint64_t reserved1;
+  fabric::RemoteKey reply_key;
 };
 static_assert(sizeof(Header) == 64);
 
@@ -89,9 +85,10 @@ constexpr uint32_t answer_tag(fabric::Immediate immediate) { return immediate & 
 struct LandingGrant {
   uint64_t address;
   uint64_t slot_stride;  ///< bytes, header included
-  uint32_t key;
+  fabric::RemoteKey key;
   uint32_t slots;
+  uint32_t reserved;
 };
-static_assert(sizeof(LandingGrant) == 24);
+static_assert(sizeof(LandingGrant) == 40);
 
 }  // namespace jaxrdma::wire

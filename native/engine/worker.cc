@@ -104,6 +104,7 @@ struct Reading {
   std::list<Active>::iterator operation;
   size_t outstanding = 0;  ///< reads that are not done
   int tries = 0;
+  Status failure;  ///< of one that could not be asked for
 };
 
 struct Flow {
@@ -193,6 +194,7 @@ class Engine final : public WorkerEngine {
   Status prepare_read(const Operation& what, Flow& flow);
   void read_servers(Flow& flow);
   void read_done(Flow& flow);
+  void end_read(Flow& flow, Status status);
   void enqueue(Active& active, uint32_t partition, wire::Kind kind, int64_t step);
   void retire(Server& server, uint32_t tag);
   void answered(Request& request, const Status& status);
@@ -493,7 +495,6 @@ void Engine::pump(size_t index) {
     std::byte* const piece = server.outgoing.pages.data() + index_of_slot * server.outgoing_stride;
     wire::Header header{};
     header.magic = wire::kHeaderMagic;
-    header.version = wire::kProtocolVersion;
     header.flow = request.flow;
     header.kind = request.kind;
     header.dtype = static_cast<uint8_t>(payload ? buffers.source_dtype : leaf_dtype);
@@ -635,13 +636,19 @@ void Engine::read_servers(Flow& flow) {
     if (partitions.empty()) continue;
     Endpoint* endpoint = fabric_->endpoint(servers_[index].endpoint);
     const wire::Location& seal = flow.location(partitions[0]);
-    const auto read = [&](const fabric::Slice& local, uint64_t address, uint32_t key) {
+    const auto read = [&](const fabric::Slice& local, uint64_t address,
+                          const fabric::RemoteKey& key) {
       if (endpoint == nullptr) return;  // its end is on the way, and ends this operation
       const Status status = endpoint->read(local, {address, key}, flow.spec.id);
       if (status.ok()) {
         ++reading.outstanding;
+        return;
+      }
+      endpoint = nullptr;
+      if (status.code() == Code::kInvalidArgument) {
+        // The connection is as good as before.
+        if (reading.failure.ok()) reading.failure = status;
       } else {
-        endpoint = nullptr;
         lose(Status(status.code(), "reading from " + server_name(index) + ": " + status.message()));
       }
     };
@@ -660,11 +667,13 @@ void Engine::read_servers(Flow& flow) {
     }
     read_seal(1);
   }
+  if (reading.outstanding == 0 && !reading.failure.ok()) end_read(flow, reading.failure);
 }
 
 void Engine::read_done(Flow& flow) {
   Reading& reading = flow.reading;
   if (!reading.active || --reading.outstanding > 0) return;
+  if (!reading.failure.ok()) return end_read(flow, reading.failure);
   auto active = reading.operation;
   const Operation& what = active->operation;
   int64_t step = -1;
@@ -678,12 +687,11 @@ void Engine::read_done(Flow& flow) {
   }
   if (!whole) {
     if (++reading.tries < kReadTries) return read_servers(flow);
-    flow.reading = Reading{};
-    finish(active,
-           Status(Code::kStale, "the parameters did not rest at step " + std::to_string(what.step) +
-                                    " or later while they "
-                                    "were read, " +
-                                    std::to_string(kReadTries) + " times"));
+    end_read(flow, Status(Code::kStale, "the parameters did not rest at step " +
+                                            std::to_string(what.step) +
+                                            " or later while they "
+                                            "were read, " +
+                                            std::to_string(kReadTries) + " times"));
     return;
   }
   for (size_t i = 0; i < what.leaves.size(); ++i) {
@@ -692,8 +700,13 @@ void Engine::read_done(Flow& flow) {
     stats_.bytes_pulled += pages.bytes();
   }
   stats_.last_read = step;
+  end_read(flow, {});
+}
+
+void Engine::end_read(Flow& flow, Status status) {
+  const auto active = flow.reading.operation;
   flow.reading = Reading{};
-  finish(active, {});
+  finish(active, std::move(status));
 }
 
 /// Makes progress until an operation has ended, and returns its callback; an empty one once the
@@ -969,6 +982,7 @@ void Engine::settle(Active* active) {
   Status status = active->failure;
   if (kind == OperationKind::kRead) {
     Flow& flow = *flows_[active->operation.flow];
+    if (!status.ok()) return end_read(flow, std::move(status));
     flow.located = true;
     read_servers(flow);
     return;

@@ -30,6 +30,13 @@ using Immediate = uint32_t;
 using RequestId = uint64_t;
 using EndpointId = uint32_t;  ///< never reused within one fabric
 
+/// Devices over which one fabric may spread what it sends, at most.
+inline constexpr size_t kMostDevices = 4;
+
+/// What a peer names a region by: a key for each device of the fabric that registered it, in the
+/// order of its options; the rest are 0. Fabrics without devices use the first.
+using RemoteKey = std::array<uint32_t, kMostDevices>;
+
 /// What a peer may do with a region. Local access is always there.
 enum class Access : uint8_t { kLocal = 0, kRemoteWrite = 1, kRemoteRead = 2, kRemoteReadWrite = 3 };
 
@@ -41,7 +48,7 @@ class MemoryRegion {
   virtual ~MemoryRegion() = default;
   std::byte* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  uint32_t remote_key() const { return remote_key_; }
+  const RemoteKey& remote_key() const { return remote_key_; }
 
  protected:
   MemoryRegion(std::byte* data, size_t bytes) : data_(data), bytes_(bytes) {}
@@ -49,7 +56,7 @@ class MemoryRegion {
   MemoryRegion& operator=(const MemoryRegion&) = delete;
   std::byte* data_;
   size_t bytes_;
-  uint32_t remote_key_ = 0;
+  RemoteKey remote_key_{};
 };
 
 /// A piece of registered local memory.
@@ -62,7 +69,7 @@ struct Slice {
 /// Where a write lands in the peer's memory: an address inside the region that `key` names there.
 struct RemoteSlice {
   uint64_t address;
-  uint32_t key;
+  RemoteKey key;
 };
 
 /// The first thing each side says on a data connection. Everything but the names is compared before
@@ -115,7 +122,7 @@ class Endpoint {
   /// to the peer once all of it is visible there. The slices' memory must stay untouched until
   /// kWriteDone with `request`. Needs a credit and takes one. Never blocks. 0 bytes in total are
   /// legal: only the immediate is delivered, `remote` is not looked at. Writes of one endpoint
-  /// arrive in the order posted.
+  /// arrive in the order posted where a single device carries them; over several, in any order.
   virtual Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
                        RequestId request, Solicit solicit = Solicit::kYes) = 0;
   static constexpr size_t kMaxSlices = 4;
@@ -156,8 +163,8 @@ struct Options {
   uint32_t max_pending_hellos = 64;
 };
 
-/// What the verbs fabric needs beside Options. The defaults are for RoCE v2 in one data centre.
-struct VerbsOptions {
+/// Where traffic leaves: a device, a port of it, an address of that.
+struct VerbsSource {
   std::string device;  ///< empty: the first with an active port
   uint32_t port = 0;   ///< 0: the first active one
   int gid_index = -1;  ///< negative: see `gid`
@@ -165,6 +172,14 @@ struct VerbsOptions {
   /// zeros: the best for the peer.
   std::array<uint8_t, 16> gid{};
   std::string gid_type;  ///< of `gid`: "RoCE v2", "RoCE v1", "IB"
+};
+
+/// What the verbs fabric needs beside Options. The defaults are for RoCE v2 in one data centre.
+struct VerbsOptions {
+  /// Different devices, at most kMostDevices: writes are spread over them. Device i here talks to
+  /// device i of a peer that has as many; where one side has fewer, each of its devices talks to
+  /// several.
+  std::vector<VerbsSource> sources{1};
   uint32_t pkey_index = 0;
   uint32_t traffic_class = 0;  ///< of the IP packets of RoCE v2
   uint32_t service_level = 0;

@@ -175,7 +175,7 @@ TRANSPORT_TEST("a connection tells each side who the other is") {
   REQUIRE(at_a->hello);
   CHECK(at_a->hello->payload == bytes_of("from the server"));
   CHECK(at_a->hello->token.empty());
-  const uint32_t depth = std::min(Options{}.receive_depth, transport.max_depth);
+  const uint32_t depth = testing::links() * std::min(Options{}.receive_depth, transport.max_depth);
   CHECK(pair.a.endpoint().credits() == depth);
   CHECK(pair.b.endpoint().credits() == depth);
   CHECK(pair.a.endpoint().peer_address() == pair.address);
@@ -257,11 +257,12 @@ TRANSPORT_TEST("credits run out, stop the writer, and come back when the receive
     Options shallow;
     shallow.receive_depth = depth;
     Pair pair(transport, {}, shallow);
-    CHECK(pair.a.endpoint().credits() == depth);
-    for (uint32_t i = 0; i < depth; ++i) REQUIRE(pair.a.endpoint().write({}, {}, i, i).ok());
+    const uint32_t most = depth * testing::links();
+    CHECK(pair.a.endpoint().credits() == most);
+    for (uint32_t i = 0; i < most; ++i) REQUIRE(pair.a.endpoint().write({}, {}, i, i).ok());
     CHECK(pair.a.endpoint().credits() == 0);
     CHECK(pair.a.endpoint().write({}, {}, 77, 77).code() == Code::kResource);
-    REQUIRE(pair.turn([&] { return pair.b.count(Kind::kReceived) == depth; }));
+    REQUIRE(pair.turn([&] { return pair.b.count(Kind::kReceived) == most; }));
     CHECK(pair.a.count(Kind::kCredits) == 0);
     // Whoever keeps all but one must still let the writer go on by that one.
     pair.b.endpoint().release(1);
@@ -369,9 +370,9 @@ TRANSPORT_TEST(
   const Case cases[] = {
       {"unknown key", 8,
        [](auto& granted, auto&) {
-         return RemoteSlice{target(granted).address, granted.remote_key() + 1};
+         return RemoteSlice{target(granted).address, {granted.remote_key()[0] + 1}};
        }},
-      {"key 0", 8, [](auto& granted, auto&) { return RemoteSlice{target(granted).address, 0}; }},
+      {"key 0", 8, [](auto& granted, auto&) { return RemoteSlice{target(granted).address, {}}; }},
       {"before the region", 8,
        [](auto& granted, auto&) {
          return RemoteSlice{target(granted).address - 1, granted.remote_key()};
@@ -414,7 +415,8 @@ TRANSPORT_TEST("slices that leave their region, or are too many, are refused at 
   CHECK(pair.a.endpoint().write({&beyond, 1}, {}, 1, 1).code() == Code::kInvalidArgument);
   CHECK(pair.a.endpoint().write({&nowhere, 1}, {}, 1, 1).code() == Code::kInvalidArgument);
   CHECK(pair.a.endpoint().write(many, {}, 1, 1).code() == Code::kInvalidArgument);
-  CHECK(pair.a.endpoint().credits() == std::min(Options{}.receive_depth, transport.max_depth));
+  CHECK(pair.a.endpoint().credits() ==
+        testing::links() * std::min(Options{}.receive_depth, transport.max_depth));
 }
 
 TEST_CASE("tcp: memory withdrawn while a write into it arrives is not touched again") {
@@ -440,7 +442,7 @@ TRANSPORT_TEST("a withdrawn key does not come back") {
   std::vector<std::byte> memory(64);
   std::vector<uint32_t> keys;
   for (int i = 0; i < 1000; ++i)
-    keys.push_back(a.region(memory, Access::kRemoteWrite)->remote_key());
+    keys.push_back(a.region(memory, Access::kRemoteWrite)->remote_key()[0]);
   std::sort(keys.begin(), keys.end());
   CHECK(std::adjacent_find(keys.begin(), keys.end()) == keys.end());
 }
@@ -714,7 +716,7 @@ struct RawPair {
   tcp::FrameHeader write_header(uint64_t length) {
     tcp::FrameHeader header;
     header.type = tcp::FrameType::kWrite;
-    header.key = region->remote_key();
+    header.key = region->remote_key()[0];
     header.address = target(*region).address;
     header.length = length;
     return header;

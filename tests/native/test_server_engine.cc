@@ -10,6 +10,7 @@
 #include <deque>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -84,7 +85,6 @@ class Peer {
   wire::Header header(wire::Kind kind, uint32_t partition, int64_t step, uint32_t tag) {
     wire::Header made{};
     made.magic = wire::kHeaderMagic;
-    made.version = wire::kProtocolVersion;
     made.kind = kind;
     made.partition = partition;
     made.step = step;
@@ -541,14 +541,17 @@ TEST_CASE("answers wait for the fabric's credits, and none is lost") {
   expect_event(*server, ServerEvent::Kind::kInitialised);
   peer.hold_releases = true;
   REQUIRE(server->publish(0, 0).ok());
-  peer.wait([&] { return peer.held == 3; });  // all that may be on its way
+  const uint32_t most = 3 * testing::links();  // may be on their way
+  peer.wait([&] { return peer.held == most; });
   const auto until = Clock::now() + std::chrono::milliseconds(20);
   while (Clock::now() < until) peer.pump();
-  CHECK(peer.held == 3);
+  CHECK(peer.held == most);
   peer.hold_releases = false;
   peer.release(peer.held);
-  for (uint32_t i = 0; i < partitions; ++i) peer.expect(wire::Answer::kResult, i);
+  std::set<fabric::Immediate> answers;  // over several devices they come in any order
+  for (uint32_t i = 0; i < partitions; ++i) answers.insert(peer.answer());
   for (uint32_t i = 0; i < partitions; ++i) {
+    CHECK(answers.contains(wire::answer(wire::Answer::kResult, i)));
     CHECK(peer.result_as<float>(i, 10) == floats(10, static_cast<float>(i)));
   }
 }
@@ -884,7 +887,6 @@ TEST_CASE("whoever breaks the protocol is named and disconnected, and the others
     });
   };
   check_header("magic", [](wire::Header& header) { header.magic = 1; });
-  check_header("version: expected 3, got 9", [](wire::Header& header) { header.version = 9; });
   check_header("kind: expected 1 to 4, got 0",
                [](wire::Header& header) { header.kind = wire::Kind{0}; });
   check_header("kind: expected 1 to 4, got 200",
@@ -1108,8 +1110,8 @@ TEST_CASE("the flight recorder keeps what became of a partition") {
   peer.push(0, 0, 1, floats(8, 1.0f));
   expect_event(*server, ServerEvent::Kind::kStepReady);
   REQUIRE(server->publish(0, 1).ok());
-  peer.push(0, 0, 2, floats(8, 1.0f));
   peer.expect(wire::Answer::kResult, 1);
+  peer.push(0, 0, 2, floats(8, 1.0f));
   peer.expect(wire::Answer::kStale, 2);
   std::vector<Stage> stages;
   for (const Record& record : server->records()) stages.push_back(record.stage);

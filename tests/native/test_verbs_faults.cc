@@ -109,7 +109,7 @@ size_t letter_bytes(uint64_t number) { return number % 3 == 0 ? kInlineBytes : k
 
 VerbsOptions on(const std::string& device, int link_timeout_ms = 20'000) {
   VerbsOptions options;
-  options.device = device;
+  options.sources[0].device = device;
   options.link_timeout_ms = link_timeout_ms;
   return options;
 }
@@ -118,7 +118,7 @@ VerbsOptions on(const std::string& device, int link_timeout_ms = 20'000) {
 class Node {
  public:
   explicit Node(const VerbsOptions& verbs, Options options = {.receive_depth = kSlots})
-      : device(verbs.device) {
+      : device(verbs.sources[0].device) {
     auto made = make_verbs_fabric(options, verbs);
     REQUIRE_MESSAGE(made.ok(), made.status().message());
     fabric = std::move(made.value());

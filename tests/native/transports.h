@@ -2,7 +2,8 @@
 
    TEST_TRANSPORT names it, tcp if it is not set: to test another, run everything again. For verbs
    TEST_RDMA_DEVICES may list devices that can reach each other ("rxe0,rxe1"): the fabrics of a test
-   use them in turn, so that the bytes cross a wire. */
+   use them in turn, so that the bytes cross a wire. With TEST_STRIPED set, each uses all of them,
+   and its peer has them in another order. */
 #pragma once
 
 #include <atomic>
@@ -22,9 +23,9 @@ inline const std::string& transport() {
   return name;
 }
 
-/// The device that the next fabric uses; empty where any will do.
-inline std::string next_device() {
-  static const std::vector<std::string> devices = [] {
+/// The devices of TEST_RDMA_DEVICES.
+inline const std::vector<std::string>& devices() {
+  static const std::vector<std::string> names = [] {
     std::vector<std::string> listed;
     const char* value = std::getenv("TEST_RDMA_DEVICES");
     std::string rest = value == nullptr ? "" : value;
@@ -35,15 +36,30 @@ inline std::string next_device() {
     }
     return listed;
   }();
+  return names;
+}
+
+/// How many devices each fabric uses, and so how many links a connection has.
+inline uint32_t links() {
+  const bool striped = std::getenv("TEST_STRIPED") != nullptr && !devices().empty();
+  return striped ? static_cast<uint32_t>(devices().size()) : 1;
+}
+
+/// What the next fabric sends from; one without a name where any device will do.
+inline std::vector<jaxrdma::fabric::VerbsSource> next_sources() {
   static std::atomic<size_t> turn{0};
-  return devices.empty() ? std::string() : devices[turn++ % devices.size()];
+  const size_t first = turn++;
+  std::vector<jaxrdma::fabric::VerbsSource> sources(links());
+  for (size_t i = 0; i < sources.size() && !devices().empty(); ++i)
+    sources[i].device = devices()[(first + i) % devices().size()];
+  return sources;
 }
 
 /// For the fabric that a test makes next.
 inline jaxrdma::fabric::TransportOptions next_transport() {
   jaxrdma::fabric::TransportOptions options;
   options.name = transport();
-  options.verbs.device = next_device();
+  options.verbs.sources = next_sources();
   return options;
 }
 

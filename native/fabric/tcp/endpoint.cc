@@ -278,7 +278,7 @@ Status TcpEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Imme
   frame.header.type = FrameType::kWrite;
   frame.header.credits = take_credits_to_return();
   frame.header.immediate = immediate;
-  frame.header.key = remote.key;
+  frame.header.key = remote.key[0];
   frame.header.address = remote.address;
   frame.slice_count = 0;
   frame.request = request;
@@ -502,7 +502,7 @@ bool TcpEndpoint::receive(bool until_error) {
 
 std::byte* TcpEndpoint::body_target(const char** why) {
   if (header_.type != FrameType::kWrite) return body_.data();
-  return fabric_.memory().find({header_.address, header_.key}, header_.length, why);
+  return fabric_.memory().find({header_.address, {header_.key}}, header_.length, why);
 }
 
 void TcpEndpoint::on_header() {
@@ -549,7 +549,7 @@ void TcpEndpoint::on_header() {
       --peer_credits_;
       if (header_.length > 0) {
         const char* why = nullptr;
-        if (fabric_.memory().find({header_.address, header_.key}, header_.length, &why) ==
+        if (fabric_.memory().find({header_.address, {header_.key}}, header_.length, &why) ==
             nullptr) {
           violation("a write of " + std::to_string(header_.length) + " bytes whose key " + why);
           return;

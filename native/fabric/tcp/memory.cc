@@ -9,7 +9,7 @@ namespace jaxrdma::fabric::tcp {
 MemoryTable::MemoryTable() : next_(std::random_device{}()) {}
 
 std::byte* MemoryTable::find(RemoteSlice remote, uint64_t bytes, const char** why) const {
-  const auto found = entries_.find(remote.key);
+  const auto found = entries_.find(remote.key[0]);
   if (found == entries_.end()) {
     *why = "names no registered region";
     return nullptr;
@@ -45,11 +45,11 @@ void MemoryTable::remove(uint32_t key) { entries_.erase(key); }
 TcpMemoryRegion::TcpMemoryRegion(std::shared_ptr<MemoryTable> table, std::byte* data, size_t bytes,
                                  Access access)
     : MemoryRegion(data, bytes), table_(std::move(table)) {
-  if (access != Access::kLocal) remote_key_ = table_->add(data, bytes, access);
+  if (access != Access::kLocal) remote_key_[0] = table_->add(data, bytes, access);
 }
 
 TcpMemoryRegion::~TcpMemoryRegion() {
-  if (remote_key_ != 0) table_->remove(remote_key_);
+  if (remote_key_[0] != 0) table_->remove(remote_key_[0]);
 }
 
 }  // namespace jaxrdma::fabric::tcp

@@ -235,9 +235,9 @@ Result<PortInfo> Device::port(uint8_t number) const {
 }
 
 Result<GidEntry> choose_gid(const std::string& device, const PortInfo& port,
-                            const VerbsOptions& options, const RawGid* peer) {
+                            const VerbsSource& source, const RawGid* peer) {
   const std::string where = device + " port " + std::to_string(port.number);
-  if (const int index = options.gid_index; index >= 0) {
+  if (const int index = source.gid_index; index >= 0) {
     for (const GidEntry& entry : port.gids) {
       if (entry.index == index) return entry;
     }
@@ -255,8 +255,8 @@ Result<GidEntry> choose_gid(const std::string& device, const PortInfo& port,
     const bool family = peer == nullptr ? gid_is_ipv4(entry.gid)
                                         : gid_is_ipv4(entry.gid) == gid_is_ipv4(*peer) &&
                                               local == gid_is_link_local(*peer);
-    const bool preferred = options.gid != RawGid{} && entry.gid == options.gid &&
-                           entry.type == options.gid_type && (peer == nullptr || family);
+    const bool preferred = source.gid != RawGid{} && entry.gid == source.gid &&
+                           entry.type == source.gid_type && (peer == nullptr || family);
     return (preferred ? 8 : 0) + (entry.type != "RoCE v1" ? 4 : 0) + (family ? 2 : 0) +
            (local ? 0 : 1);
   };

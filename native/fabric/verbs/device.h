@@ -88,11 +88,11 @@ class Device {
   ibv_device_attr attributes_{};
 };
 
-/// The GID to use for a peer: the one at `options.gid_index` where that is not negative; else
-/// `options.gid`, unless it went away or the peer's is of another kind; else RoCE v2 before v1, the
+/// The GID to use for a peer: the one at `source.gid_index` where that is not negative; else
+/// `source.gid`, unless it went away or the peer's is of another kind; else RoCE v2 before v1, the
 /// peer's kind first, global before link-local. `peer` null: not known yet.
 Result<GidEntry> choose_gid(const std::string& device, const PortInfo& port,
-                            const VerbsOptions& options, const RawGid* peer);
+                            const VerbsSource& source, const RawGid* peer);
 
 }  // namespace jaxrdma::fabric::verbs
 

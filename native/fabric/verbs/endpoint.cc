@@ -10,6 +10,7 @@
 #include <cstring>
 #include <utility>
 
+#include "fabric/verbs/bundle.h"
 #include "fabric/verbs/explain.h"
 #include "fabric/verbs/fabric.h"
 
@@ -37,19 +38,37 @@ int64_t now_ns() { return tcp::monotonic_ns(); }
 
 }  // namespace
 
-VerbsEndpoint::VerbsEndpoint(VerbsFabric& fabric, bool accepted, std::string peer)
+VerbsEndpoint::VerbsEndpoint(VerbsFabric& fabric, Rail& rail, bool accepted, std::string peer,
+                             uint32_t link, uint32_t bundle)
     : fabric_(fabric),
+      rail_(rail),
+      link_(link),
+      bundle_of_peer_(bundle),
       accepted_(accepted),
       announced_(!accepted),
       peer_(std::move(peer)),
-      send_depth_(fabric.send_depth()),
-      receive_depth_(fabric.receive_depth()),
+      send_depth_(rail.send_depth()),
+      receive_depth_(rail.receive_depth()),
       granted_(receive_depth_),
       granted_told_(receive_depth_),
       inbox_(kMailboxSlots),
       outbox_(kMailboxSlots) {}
 
 VerbsEndpoint::~VerbsEndpoint() { drop_queue_pair(); }
+
+void VerbsEndpoint::join(Bundle& bundle) {
+  bundle_ = &bundle;
+  announced_ = true;
+}
+
+void VerbsEndpoint::emit(Event event) {
+  event.endpoint = id_;
+  if (bundle_ != nullptr) {
+    bundle_->on_event(*this, std::move(event));
+  } else {
+    fabric_.emit(std::move(event));
+  }
+}
 
 // ---- Coming about.
 
@@ -71,7 +90,7 @@ Status VerbsEndpoint::prepare(const RawGid* peer) {
 }
 
 Status VerbsEndpoint::new_queue_pair(const RawGid* peer) {
-  auto made = fabric_.make_queue_pair(id_, peer);
+  auto made = fabric_.make_queue_pair(id_, rail_, peer);
   if (!made.ok()) return made.status();
   queue_pair_ = std::move(made.value());
   max_inline_ = queue_pair_->max_inline();
@@ -96,21 +115,24 @@ void VerbsEndpoint::drop_queue_pair() {
 
 ConnectionParameters VerbsEndpoint::parameters() const {
   ConnectionParameters mine;
-  const PortInfo& port = fabric_.port();
+  const PortInfo& port = rail_.port();
   mine.queue_pair = queue_pair_->number();
   mine.packet_sequence = queue_pair_->packet_sequence();
   mine.receive_depth = receive_depth_;
   std::copy(queue_pair_->gid().gid.begin(), queue_pair_->gid().gid.end(), mine.gid.begin());
   mine.mailbox_address = reinterpret_cast<uint64_t>(inbox_region_->data());
-  mine.mailbox_key = inbox_region_->remote_key();
+  mine.mailbox_key = inbox_region_->remote_key()[0];
   mine.max_message = port.max_message;
   mine.lid = port.lid;
   const uint32_t pkey_index = fabric_.verbs_options().pkey_index;
   mine.pkey = pkey_index < port.pkeys.size() ? port.pkeys[pkey_index] : 0;
   mine.mtu = static_cast<uint8_t>(mtu_of(port.active_mtu));
   mine.ethernet = port.link_layer == "Ethernet" ? 1 : 0;
-  mine.reads = QueuePair::reads(fabric_.device());
-  const std::string device = fabric_.device().name() + " port " + std::to_string(port.number) +
+  mine.rails = static_cast<uint8_t>(fabric_.rails().size());
+  mine.link = static_cast<uint8_t>(link_);
+  mine.bundle = accepted_ ? id_ : bundle_of_peer_;
+  mine.reads = QueuePair::reads(*rail_.device());
+  const std::string device = rail_.device()->name() + " port " + std::to_string(port.number) +
                              " GID " + gid_text(queue_pair_->gid().gid);
   std::copy_n(device.begin(), std::min(device.size(), mine.device.size() - 1), mine.device.begin());
   return mine;
@@ -150,9 +172,8 @@ void VerbsEndpoint::maybe_open() {
     connected_ = announced_ = true;
     Event event{};
     event.kind = Event::Kind::kConnected;
-    event.endpoint = id_;
     event.hello = std::move(hello_);
-    fabric_.emit(std::move(event));
+    emit(std::move(event));
     return;
   }
   // The first message over a link made anew proves that it works, though nobody else may have
@@ -193,6 +214,8 @@ Status VerbsEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Im
   kept.immediate = immediate;
   kept.request = request;
   kept.bytes = total;
+  bytes_under_way_ += total;
+  bytes_sent_ += total;
   kept.work_request = 0;
   kept.solicit = solicit;
   kept.is_inline = total <= std::min<uint64_t>(max_inline_, kept.copy.size());
@@ -206,16 +229,16 @@ Status VerbsEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Im
     // The copy is the source from here on.
     Event event{};
     event.kind = Event::Kind::kWriteDone;
-    event.endpoint = id_;
     event.request = request;
     event.bytes = total;
-    fabric_.emit(std::move(event));
+    emit(std::move(event));
   } else {
     for (const Slice& slice : local) {
       if (slice.bytes == 0) continue;
       const auto* region = static_cast<const VerbsMemoryRegion*>(slice.region);
       kept.slices[kept.slice_count++] = {reinterpret_cast<uint64_t>(slice.data),
-                                         static_cast<uint32_t>(slice.bytes), region->local_key()};
+                                         static_cast<uint32_t>(slice.bytes),
+                                         region->local_key(rail_.index())};
     }
     ++outstanding_;
   }
@@ -234,7 +257,7 @@ Status VerbsEndpoint::read(Slice local, RemoteSlice remote, RequestId request) {
     return {Code::kInvalidArgument, "a read leaves its region"};
   }
   if (remote_.reads == 0)
-    return {Code::kUnavailable, "the device of " + peer_ + " answers no RDMA READ"};
+    return {Code::kInvalidArgument, "the device of " + peer_ + " answers no RDMA READ"};
   if (local.bytes / segment_bytes() >= send_depth_ / 2) {
     return {Code::kInvalidArgument,
             "a read of " + std::to_string(local.bytes) + " bytes from " + peer_ +
@@ -264,7 +287,7 @@ uint32_t VerbsEndpoint::send_room() const {
 
 /// What both devices take in one message.
 uint64_t VerbsEndpoint::segment_bytes() const {
-  return std::min(fabric_.port().max_message, remote_.max_message);
+  return std::min(rail_.port().max_message, remote_.max_message);
 }
 
 void VerbsEndpoint::pump() {
@@ -293,7 +316,7 @@ void VerbsEndpoint::pump() {
       if (last && kept.solicit == Solicit::kYes) request.send_flags |= IBV_SEND_SOLICITED;
       if (bytes > 0) {
         request.wr.rdma.remote_addr = kept.remote.address + begin;
-        request.wr.rdma.rkey = kept.remote.key;
+        request.wr.rdma.rkey = key(kept.remote);
         request.sg_list = slices.data();
         request.num_sge = kept.cut(begin, bytes, slices);
         if (kept.is_inline) request.send_flags |= IBV_SEND_INLINE;
@@ -317,13 +340,13 @@ void VerbsEndpoint::pump_reads() {
     for (uint64_t begin = 0; begin < read.local.bytes; begin += segment) {
       const uint64_t bytes = std::min(segment, read.local.bytes - begin);
       ibv_sge slice{reinterpret_cast<uint64_t>(read.local.data) + begin,
-                    static_cast<uint32_t>(bytes), region->local_key()};
+                    static_cast<uint32_t>(bytes), region->local_key(rail_.index())};
       ibv_send_wr request{};
       request.opcode = IBV_WR_RDMA_READ;
       request.sg_list = &slice;
       request.num_sge = 1;
       request.wr.rdma.remote_addr = read.remote.address + begin;
-      request.wr.rdma.rkey = read.remote.key;
+      request.wr.rdma.rkey = key(read.remote);
       if (!post(request, begin + bytes == read.local.bytes)) return;
     }
     read.work_request = last_work_request_;
@@ -376,30 +399,28 @@ void VerbsEndpoint::retire(uint64_t work_request) {
     const Read& read = reads_.front();
     Event event{};
     event.kind = Event::Kind::kReadDone;
-    event.endpoint = id_;
     event.request = read.request;
     event.bytes = read.local.bytes;
     bytes_received_ += read.local.bytes;
     --reads_on_wire_;
     --outstanding_;
     reads_.pop();
-    fabric_.emit(std::move(event));
+    emit(std::move(event));
   }
 }
 
 void VerbsEndpoint::pop_kept() {
   Kept& kept = kept_.front();
-  bytes_sent_ += kept.bytes;
+  bytes_under_way_ -= kept.bytes;
   ++first_kept_;
   strikes_ = 0;
   if (!kept.is_inline) {
     --outstanding_;
     Event event{};
     event.kind = Event::Kind::kWriteDone;
-    event.endpoint = id_;
     event.request = kept.request;
     event.bytes = kept.bytes;
-    fabric_.emit(std::move(event));
+    emit(std::move(event));
   }
   kept_.pop();
 }
@@ -499,8 +520,7 @@ void VerbsEndpoint::on_received(const ibv_wc& completion) {
     if (had_none && more > 0 && state_ == State::kOpen) {
       Event event{};
       event.kind = Event::Kind::kCredits;
-      event.endpoint = id_;
-      fabric_.emit(std::move(event));
+      emit(std::move(event));
     }
     return;
   }
@@ -515,10 +535,9 @@ void VerbsEndpoint::on_received(const ibv_wc& completion) {
   bytes_received_ += bytes;
   Event event{};
   event.kind = Event::Kind::kReceived;
-  event.endpoint = id_;
   event.immediate = immediate;
   event.bytes = bytes;
-  fabric_.emit(std::move(event));
+  emit(std::move(event));
 }
 
 /// The first bad completion of a queue pair; the others say nothing.
@@ -532,7 +551,7 @@ void VerbsEndpoint::on_send_failed(const ibv_wc& completion) {
     break_link(why);
   } else {
     end({completion.status == IBV_WC_REM_ACCESS_ERR ? Code::kProtocol : Code::kUnavailable,
-         "a write between " + fabric_.device().name() + " here and " + peer_ + " (" +
+         "a write between " + rail_.device()->name() + " here and " + peer_ + " (" +
              device_text(remote_) + ") failed: " + why});
   }
 }
@@ -561,18 +580,18 @@ void VerbsEndpoint::on_port_active() {
 // ---- A broken link.
 
 std::string VerbsEndpoint::link_name() const {
-  return "the link between " + fabric_.device().name() + " port " +
-         std::to_string(fabric_.port().number) + " here and " + peer_ + " (" +
-         device_text(remote_) + ")";
+  return "the link between " + rail_.device()->name() + " port " +
+         std::to_string(rail_.port().number) + " here and " + peer_ + " (" + device_text(remote_) +
+         ")";
 }
 
 std::string VerbsEndpoint::not_made(const std::string& why) const {
-  return "the verbs connection to " + peer_ + why + " (this side: " + fabric_.describe() +
+  return "the verbs connection to " + peer_ + why + " (this side: " + rail_.describe() +
          (remote_.queue_pair == 0 ? std::string() : "; the peer: " + device_text(remote_)) + ")";
 }
 
 std::string VerbsEndpoint::link_text() const {
-  const std::string port = fabric_.port_text();
+  const std::string port = rail_.port_text();
   return link_name() + " broke: " + broken_why_ + port +
          (rebuild_why_.empty() || !port.empty() ? "" : "; making it anew failed: " + rebuild_why_);
 }
@@ -690,8 +709,7 @@ void VerbsEndpoint::resume(const Message& theirs) {
   if (had_none && credits() > 0) {
     Event event{};
     event.kind = Event::Kind::kCredits;
-    event.endpoint = id_;
-    fabric_.emit(std::move(event));
+    emit(std::move(event));
   }
   state_ = State::kPairing;
   set_deadline(link_deadline_ns_);
@@ -711,7 +729,7 @@ bool VerbsEndpoint::send(MessageType type) {
   if (queue_pair_ != nullptr) message.parameters = parameters();
   const Slice slice{outbox_region_.get(), reinterpret_cast<const std::byte*>(&message),
                     sizeof(message)};
-  const RemoteSlice there{remote_.mailbox_address + slot * sizeof(Message), remote_.mailbox_key};
+  const RemoteSlice there{remote_.mailbox_address + slot * sizeof(Message), {remote_.mailbox_key}};
   Status sent = signalling->write(std::span(&slice, 1), there, slot, slot);
   if (!sent.ok()) {
     end({Code::kUnavailable,
@@ -863,7 +881,7 @@ void VerbsEndpoint::on_signalling_closed(const Status& why) {
   } else if (!ours && connected_ && !why.ok()) {
     // The passive side may have had nothing on the way, and so not have noticed that the link
     // broke.
-    reason = {why.code(), why.message() + ", and with it " + link_name() + fabric_.port_text()};
+    reason = {why.code(), why.message() + ", and with it " + link_name() + rail_.port_text()};
   }
   announce_end(std::move(reason));
 }
@@ -874,15 +892,15 @@ void VerbsEndpoint::announce_end(Status why) {
   ended_ = true;
   outstanding_ = 0;
   kept_.truncate(0);
+  bytes_under_way_ = 0;
   reads_.truncate(0);
   on_wire_ = reads_on_wire_ = 0;
   granted_by_peer_ = first_kept_;
   if (!announced_) return;
   Event event{};
   event.kind = Event::Kind::kDisconnected;
-  event.endpoint = id_;
   event.status = std::move(why);
-  fabric_.emit(std::move(event));
+  emit(std::move(event));
 }
 
 void VerbsEndpoint::set_deadline(int64_t deadline_ns) {

@@ -32,24 +32,22 @@
 #include "fabric/tcp/ring.h"
 #include "fabric/verbs/frame.h"
 #include "fabric/verbs/queue_pair.h"
+#include "fabric/verbs/rail.h"
 
 namespace jaxrdma::fabric::verbs {
 
+class Bundle;
 class VerbsFabric;
 
 using tcp::kNever;
-
-/// Receives beyond those that writes may use: for credits. Credits of two grants at most are on the
-/// way at one time, as a grant is only made when the peer has used up half of what it had.
-inline constexpr uint32_t kReservedReceives = 8;
-/// Receives for `depth` writes: a long one takes two. They have no memory: 16 to 64 bytes each.
-constexpr uint32_t receives_wanted(uint32_t depth) { return 2 * depth + kReservedReceives; }
 
 /// Used under the lock of the fabric's owner only. Lives in its fabric; has the id of its
 /// signalling connection.
 class VerbsEndpoint final : public Endpoint {
  public:
-  VerbsEndpoint(VerbsFabric& fabric, bool accepted, std::string peer);
+  /// Link `link` of a connection, over `rail`; `bundle`: the peer's number of that connection.
+  VerbsEndpoint(VerbsFabric& fabric, Rail& rail, bool accepted, std::string peer, uint32_t link = 0,
+                uint32_t bundle = 0);
   ~VerbsEndpoint() override;
 
   EndpointId id() const override { return id_; }
@@ -69,6 +67,12 @@ class VerbsEndpoint final : public Endpoint {
   Status prepare(const RawGid* peer);
   ConnectionParameters parameters() const;
   void set_id(EndpointId id) { id_ = id; }
+  /// What happens is told to `bundle` from now on, the end of a connection that never was too.
+  void join(Bundle& bundle);
+  uint32_t link() const { return link_; }
+  const Rail& rail() const { return rail_; }
+  /// Of writes that are not known to be complete.
+  uint64_t bytes_under_way() const { return bytes_under_way_; }
   void set_deadline(int64_t deadline_ns);
   /// The peer's first parameters, before on_signalling_open.
   void set_peer(const ConnectionParameters& peer) { remote_ = peer; }
@@ -85,6 +89,8 @@ class VerbsEndpoint final : public Endpoint {
   void on_deadline();
   int64_t deadline_ns() const { return deadline_ns_; }
   bool dead() const { return state_ == State::kDead; }
+  /// Its end has been told.
+  bool ended() const { return ended_; }
   bool buried() const { return buried_; }
   void bury() { buried_ = true; }
   const std::shared_ptr<QueuePair>& queue_pair() const { return queue_pair_; }
@@ -163,12 +169,19 @@ class VerbsEndpoint final : public Endpoint {
   void flushed_maybe();
   void finish(bool flush);
   void announce_end(Status why);
+  void emit(Event event);
+  /// Of the peer's keys, the one for its device.
+  uint32_t key(const RemoteSlice& remote) const { return remote.key[link_ % remote_.rails]; }
   std::string link_name() const;
   std::string link_text() const;
   /// Of a connection that never was: `why` goes on from its name; both devices are told.
   std::string not_made(const std::string& why) const;
 
   VerbsFabric& fabric_;
+  Rail& rail_;
+  const uint32_t link_;
+  const uint32_t bundle_of_peer_;
+  Bundle* bundle_ = nullptr;  ///< null: this is the whole connection
   EndpointId id_ = 0;
   const bool accepted_;
   State state_ = State::kSignalling;
@@ -208,6 +221,7 @@ class VerbsEndpoint final : public Endpoint {
   uint64_t signalled_work_request_ = 0;
   size_t outstanding_ = 0;
   uint64_t bytes_sent_ = 0;
+  uint64_t bytes_under_way_ = 0;
 
   tcp::Ring<Read> reads_;
   size_t reads_on_wire_ = 0;  ///< how many of reads_, from the front, are posted

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <iterator>
 
+#include "base/secret.h"
 #include "fabric/verbs/explain.h"
 
 namespace jaxrdma::fabric {
@@ -22,17 +23,22 @@ namespace verbs {
 
 namespace {
 
-// Answers and credits of a step for one peer fit well; a work queue entry of a write takes 64 to
-// 256 bytes of pinned memory.
-constexpr uint32_t kMaxDepth = 512;
 // Between two polls of the signalling connections while there is traffic: each is a system call.
 constexpr uint32_t kPollsPerSignalling = 16;
 constexpr size_t kBatch = 32;
 // The signalling connections cross the same network as the links. They bear its silence as long,
 // and a little longer: a side that has noticed its broken link gives the better reason.
 constexpr int kSilenceBeyondLinkMs = 1000;
+// For the queue pairs, after the signalling connection has used up its time.
+constexpr int64_t kBeyondConnectNs = 2'000'000'000;
 
 int64_t now_ns() { return tcp::monotonic_ns(); }
+
+/// Whether two hellos are of one incarnation of one worker that was let in.
+bool same_peer(const Hello& a, const Hello& b) {
+  return a.job == b.job && a.protocol_version == b.protocol_version && a.worker == b.worker &&
+         a.incarnation == b.incarnation && equal_in_constant_time(a.token, b.token);
+}
 
 }  // namespace
 
@@ -40,54 +46,44 @@ Result<std::unique_ptr<Fabric>> VerbsFabric::create(const Options& options,
                                                     const VerbsOptions& verbs) {
   if (options.receive_depth == 0)
     return Status(Code::kInvalidArgument, "receive_depth must not be 0");
+  const bool port_fits = std::all_of(verbs.sources.begin(), verbs.sources.end(),
+                                     [](const VerbsSource& s) { return s.port <= 255; });
   if (verbs.timeout > 31 || verbs.retry_count > 7 || verbs.service_level > 15 ||
-      verbs.traffic_class > 255 || verbs.port > 255) {
+      verbs.traffic_class > 255 || !port_fits) {
     return Status(Code::kInvalidArgument,
                   "verbs options out of range: timeout 0 to 31, retry_count 0 to 7, service_level "
                   "0 to 15, traffic_class 0 to 255, port 0 (any) to 255");
   }
+  if (verbs.sources.empty() || verbs.sources.size() > kMostDevices) {
+    return Status(Code::kInvalidArgument, std::to_string(verbs.sources.size()) +
+                                              " devices to spread traffic over: 1 to " +
+                                              std::to_string(kMostDevices) + " are possible");
+  }
   std::unique_ptr<VerbsFabric> made(new VerbsFabric(options, verbs));
-  auto device = Device::open(verbs.device);
-  if (!device.ok()) return device.status();
-  made->device_ = std::move(device.value());
-  auto port = made->device_->port(static_cast<uint8_t>(verbs.port));
-  if (!port.ok()) return port.status();
-  made->port_ = std::move(port.value());
-  if (!made->port_.active) {
-    return Status(Code::kUnavailable,
-                  "port " + std::to_string(made->port_.number) + " of device " +
-                      made->device_->name() + " is " + made->port_.state +
-                      ", not ACTIVE: check the cable, the switch, and `ip link` of its network "
-                      "device");
+  for (uint32_t i = 0; i < verbs.sources.size(); ++i) {
+    auto rail = Rail::open(made->options_, made->verbs_, i);
+    if (!rail.ok()) return rail.status();
+    const std::string& name = rail.value()->device()->name();
+    for (const auto& other : made->rails_) {
+      if (other->device()->name() == name) {
+        return Status(Code::kInvalidArgument,
+                      "device " + name + " is named twice: traffic is spread over different ones");
+      }
+    }
+    made->rails_.push_back(std::move(rail.value()));
   }
-  if (verbs.pkey_index != 0 && verbs.pkey_index >= made->port_.pkeys.size()) {
-    return Status(Code::kInvalidArgument, "pkey index " + std::to_string(verbs.pkey_index) +
-                                              " of " + made->device_->name() + ": the table has " +
-                                              std::to_string(made->port_.pkeys.size()) +
-                                              " entries");
-  }
-  auto gid = choose_gid(made->device_->name(), made->port_, verbs, nullptr);
-  if (!gid.ok()) return gid.status();
-  made->gid_ = gid.value();
-
-  const auto most = static_cast<uint32_t>(std::max(64, made->device_->attributes().max_qp_wr));
-  made->receive_depth_ =
-      std::min({options.receive_depth, kMaxDepth, (most - kReservedReceives) / 2});
-  made->send_depth_ = std::min(kMaxDepth, most);
-
-  auto channel = CompletionChannel::create(made->device_);
-  if (!channel.ok()) return channel.status();
-  made->channel_ = std::move(channel.value());
   Options signalling = options;
   signalling.receive_depth = kMailboxSlots;
   signalling.silence_timeout_ms = verbs.link_timeout_ms + kSilenceBeyondLinkMs;
   auto tcp = tcp::TcpFabric::create(signalling);
   if (!tcp.ok()) return tcp.status();
   made->signalling_ = std::move(tcp.value());
-  for (const int fd : {made->channel_->fd(), made->device_->context()->async_fd}) {
-    if (const int error = made->signalling_->watch_foreign(fd); error != 0) {
-      return Status(Code::kResource, "could not watch a descriptor of device " +
-                                         made->device_->name() + ": " + errno_text(error));
+  for (const auto& rail : made->rails_) {
+    for (const int fd : {rail->channel().fd(), rail->device()->context()->async_fd}) {
+      if (const int error = made->signalling_->watch_foreign(fd); error != 0) {
+        return Status(Code::kResource, "could not watch a descriptor of device " +
+                                           rail->device()->name() + ": " + errno_text(error));
+      }
     }
   }
   return std::unique_ptr<Fabric>(std::move(made));
@@ -101,36 +97,30 @@ VerbsFabric::VerbsFabric(const Options& options, const VerbsOptions& verbs)
 
 VerbsFabric::~VerbsFabric() {
   // Queue pairs stop before anything that their completions would touch is gone.
+  bundles_.clear();
   endpoints_.clear();
   const std::lock_guard lock(completions_mutex_);
   polled_.clear();
 }
 
 std::string VerbsFabric::describe() const {
-  const uint32_t used = std::min(port_.active_mtu, peer_mtu_);
-  return "verbs, " + device_->name() + " port " + std::to_string(port_.number) + ", GID " +
-         gid_text(gid_.gid) + " (index " + std::to_string(gid_.index) + ", " + gid_.type +
-         "), MTU " + std::to_string(used) +
-         (used < port_.active_mtu ? ", the peer's (" + std::to_string(port_.active_mtu) + " here)"
-                                  : "");
+  std::string text = "verbs";
+  for (const auto& rail : rails_) text += (rail == rails_.front() ? ", " : "; ") + rail->describe();
+  return text;
 }
 
 std::string VerbsFabric::notice() const {
-  if (peer_mtu_ == kNoPeer || peer_mtu_ == port_.active_mtu) return {};
-  return "MTU " + std::to_string(std::min(port_.active_mtu, peer_mtu_)) +
-         " is used: " + device_->name() + " port " + std::to_string(port_.number) + " has " +
-         std::to_string(port_.active_mtu) + ", the peer " + std::to_string(peer_mtu_) +
-         "; the same on both ends is faster";
-}
-
-void VerbsFabric::meet(VerbsEndpoint& endpoint, const ConnectionParameters& peer) {
-  endpoint.set_peer(peer);
-  peer_mtu_ = std::min(peer_mtu_, 128u << peer.mtu);
+  std::string text;
+  for (const auto& rail : rails_) {
+    const std::string more = rail->notice();
+    text += (text.empty() || more.empty() ? "" : "; ") + more;
+  }
+  return text;
 }
 
 Result<std::unique_ptr<MemoryRegion>> VerbsFabric::register_memory(std::byte* data, size_t bytes,
                                                                    Access access) {
-  return VerbsMemoryRegion::create(device_, data, bytes, access);
+  return VerbsMemoryRegion::create(rails_, data, bytes, access);
 }
 
 Result<std::string> VerbsFabric::listen(const std::string& address, Gatekeeper gatekeeper) {
@@ -147,54 +137,119 @@ Result<std::vector<std::byte>> VerbsFabric::admit(const Gatekeeper& gatekeeper, 
   // The peer is asked for its token before its parameters are looked at any further, and before a
   // queue pair is spent on it.
   Status decoded = decode_payload(hello.payload, peer, inner.payload);
+  if (decoded.ok() && peer.link > 0) return admit_link(id, hello, peer);
   auto payload = gatekeeper(id, decoded.ok() ? inner : hello);
   if (!payload.ok()) return payload;
   if (!decoded.ok()) return decoded;
-  auto endpoint = std::make_unique<VerbsEndpoint>(*this, /*accepted=*/true, std::string());
+  auto endpoint = accept(id, peer);
+  if (!endpoint.ok()) return endpoint.status();
+  if (const uint32_t links = links_with(peer); links > 1) {
+    inner.payload.clear();
+    auto bundle = std::make_unique<Bundle>(*this, id, /*accepted=*/true, links, std::move(inner));
+    bundle->add(0, *endpoint.value());
+    bundles_[id] = std::move(bundle);
+  }
+  return encode_payload(endpoint.value()->parameters(), payload.value());
+}
+
+/// A further link of a connection whose first hello the owner has accepted.
+Result<std::vector<std::byte>> VerbsFabric::admit_link(EndpointId id, const Hello& hello,
+                                                       const ConnectionParameters& peer) {
+  const auto found = bundles_.find(peer.bundle);
+  if (found == bundles_.end() || !same_peer(hello, found->second->hello())) {
+    return Status(Code::kPermissionDenied,
+                  "a link of a connection that there is not, or of another worker");
+  }
+  Bundle& bundle = *found->second;
+  if (!bundle.lacks(peer.link)) {
+    return Status(Code::kProtocol,
+                  "link " + std::to_string(peer.link) + " of this connection is not expected now");
+  }
+  auto endpoint = accept(id, peer);
+  if (!endpoint.ok()) {
+    bundle.fail(endpoint.status());
+    return endpoint.status();
+  }
+  bundle.add(peer.link, *endpoint.value());
+  return encode_payload(endpoint.value()->parameters(), {});
+}
+
+/// The accepting side of a link, in the table.
+Result<VerbsEndpoint*> VerbsFabric::accept(EndpointId id, const ConnectionParameters& peer) {
+  Rail& rail = rail_of(peer.link);
+  auto endpoint =
+      std::make_unique<VerbsEndpoint>(*this, rail, /*accepted=*/true, std::string(), peer.link);
   endpoint->set_id(id);
-  meet(*endpoint, peer);
+  meet(*endpoint, rail, peer);
   RawGid gid{};
   std::copy(peer.gid.begin(), peer.gid.end(), gid.begin());
   if (Status prepared = endpoint->prepare(&gid); !prepared.ok()) return prepared;
-  auto body = encode_payload(endpoint->parameters(), payload.value());
-  endpoints_[id] = std::move(endpoint);
-  return body;
+  return (endpoints_[id] = std::move(endpoint)).get();
+}
+
+void VerbsFabric::meet(VerbsEndpoint& endpoint, Rail& rail, const ConnectionParameters& peer) {
+  endpoint.set_peer(peer);
+  rail.meet(128u << peer.mtu);
 }
 
 Result<EndpointId> VerbsFabric::connect(const std::string& address, const Hello& hello,
                                         int timeout_ms) {
-  auto endpoint = std::make_unique<VerbsEndpoint>(*this, /*accepted=*/false, address);
-  if (Status prepared = endpoint->prepare(nullptr); !prepared.ok()) return prepared;
-  Hello outer = hello;
-  outer.payload = encode_payload(endpoint->parameters(), hello.payload);
-  auto id = signalling_->connect(address, outer, timeout_ms);
-  if (!id.ok()) return id;
-  endpoint->set_id(id.value());
-  start_polling(id.value(), endpoint->queue_pair());
-  endpoint->set_deadline(now_ns() + (int64_t{timeout_ms} + 2000) * 1'000'000);
-  endpoints_[id.value()] = std::move(endpoint);
+  const int64_t deadline_ns = now_ns() + int64_t{timeout_ms} * 1'000'000;
+  auto made = connect_link(address, hello, deadline_ns, /*link=*/0, /*bundle=*/0);
+  if (!made.ok()) return made.status();
+  const EndpointId id = made.value()->id();
+  asked_[id] = {address, hello, deadline_ns};
   return id;
 }
 
+/// The connecting side of a link, in the table.
+Result<VerbsEndpoint*> VerbsFabric::connect_link(const std::string& address, const Hello& hello,
+                                                 int64_t deadline_ns, uint32_t link,
+                                                 uint32_t bundle) {
+  auto endpoint = std::make_unique<VerbsEndpoint>(*this, rail_of(link), /*accepted=*/false, address,
+                                                  link, bundle);
+  if (Status prepared = endpoint->prepare(nullptr); !prepared.ok()) return prepared;
+  Hello outer = hello;
+  outer.payload = encode_payload(endpoint->parameters(), hello.payload);
+  const int64_t left_ms = std::max<int64_t>(1, (deadline_ns - now_ns() + 999'999) / 1'000'000);
+  auto id = signalling_->connect(address, outer, static_cast<int>(left_ms));
+  if (!id.ok()) return id.status();
+  endpoint->set_id(id.value());
+  start_polling(id.value(), endpoint->queue_pair());
+  endpoint->set_deadline(deadline_ns + kBeyondConnectNs);
+  return (endpoints_[id.value()] = std::move(endpoint)).get();
+}
+
+/// The first link has met a peer: makes the others.
+void VerbsFabric::make_links(VerbsEndpoint& first, const ConnectionParameters& peer) {
+  Asked asked = std::move(asked_[first.id()]);
+  asked_.erase(first.id());
+  const uint32_t links = links_with(peer);
+  if (links == 1) return;
+  asked.hello.payload.clear();
+  auto made = std::make_unique<Bundle>(*this, first.id(), /*accepted=*/false, links, asked.hello);
+  Bundle& bundle = *(bundles_[first.id()] = std::move(made));
+  bundle.add(0, first);
+  for (uint32_t link = 1; link < links; ++link) {
+    auto next = connect_link(asked.address, asked.hello, asked.deadline_ns, link, peer.bundle);
+    if (!next.ok()) {
+      bundle.fail(next.status());
+      return;
+    }
+    bundle.add(link, *next.value());
+  }
+}
+
 Endpoint* VerbsFabric::endpoint(EndpointId id) {
+  // The one that people have of a bundle hides its first link, which has the same id.
+  if (const auto bundle = bundles_.find(id); bundle != bundles_.end()) return bundle->second.get();
   const auto found = endpoints_.find(id);
   return found == endpoints_.end() || found->second->buried() ? nullptr : found->second.get();
 }
 
-Result<std::shared_ptr<QueuePair>> VerbsFabric::make_queue_pair(EndpointId id, const RawGid* peer) {
-  // Asked anew each time: a link that comes back may have another MTU, and its GIDs elsewhere.
-  auto port = device_->port(port_.number);
-  if (!port.ok()) return port.status();
-  if (!port.value().active) {
-    return Status(Code::kUnavailable, "port " + std::to_string(port_.number) + " of " +
-                                          device_->name() + " is " + port.value().state);
-  }
-  auto gid = choose_gid(device_->name(), port.value(), verbs_, peer);
-  if (!gid.ok()) return gid.status();
-  port_ = std::move(port.value());
-  gid_ = std::move(gid.value());
-  auto made = QueuePair::create(device_, port_, gid_, *channel_, verbs_, send_depth_,
-                                receives_wanted(receive_depth_));
+Result<std::shared_ptr<QueuePair>> VerbsFabric::make_queue_pair(EndpointId id, Rail& rail,
+                                                                const RawGid* peer) {
+  auto made = rail.make_queue_pair(peer);
   if (made.ok() && id != 0) start_polling(id, made.value());
   return made;
 }
@@ -243,7 +298,7 @@ void VerbsFabric::completions_needed() {
 void VerbsFabric::deadline_changed(int64_t deadline_ns) {
   if (deadline_ns >= next_deadline_ns_) return;
   next_deadline_ns_ = deadline_ns;
-  if (polling_ == nullptr) signalling_->wake();
+  signalling_->wake();  // in `poll` too: another thread may sleep for too long now
 }
 
 bool VerbsFabric::poll(std::vector<Event>& events) {
@@ -261,7 +316,7 @@ bool VerbsFabric::poll(std::vector<Event>& events) {
   const bool look = idle || ++polls_ >= kPollsPerSignalling;
   if (look && slept_.exchange(false)) {
     read_channel();
-    read_async_events();
+    for (const auto& rail : rails_) read_async_events(*rail);
     moved |= poll_completions();
   }
   if (look) {
@@ -286,6 +341,7 @@ bool VerbsFabric::poll(std::vector<Event>& events) {
     if (found->second->dead()) endpoints_.erase(found);
   }
   retired_.clear();
+  std::erase_if(bundles_, [](const auto& entry) { return entry.second->over(); });
   const bool needed = std::any_of(endpoints_.begin(), endpoints_.end(), [](const auto& entry) {
     return entry.second->needs_completions();
   });
@@ -338,11 +394,13 @@ void VerbsFabric::signalled(const Event& event) {
         endpoint.fail(std::move(decoded));
         return;
       }
-      meet(endpoint, peer);
+      meet(endpoint, rail_of(endpoint.link()), peer);
       endpoint.on_signalling_open(std::move(inner));
+      if (asked_.contains(event.endpoint) && !endpoint.ended()) make_links(endpoint, peer);
       return;
     }
     case Event::Kind::kDisconnected:
+      asked_.erase(event.endpoint);
       endpoint.on_signalling_closed(event.status);
       return;
     case Event::Kind::kReceived:
@@ -359,19 +417,22 @@ void VerbsFabric::read_channel() {
   const std::lock_guard lock(completions_mutex_);
   ibv_cq* queue = nullptr;
   void* context = nullptr;
-  while (ibv_get_cq_event(channel_->get(), &queue, &context) == 0) {
-    ibv_ack_cq_events(queue, 1);
-    for (const Polled& polled : polled_) {
-      if (polled.queue_pair->completion_queue() == queue)
-        polled.queue_pair->armed = QueuePair::Armed::kNot;
+  for (const auto& rail : rails_) {
+    while (ibv_get_cq_event(rail->channel().get(), &queue, &context) == 0) {
+      ibv_ack_cq_events(queue, 1);
+      for (const Polled& polled : polled_) {
+        if (polled.queue_pair->completion_queue() == queue)
+          polled.queue_pair->armed = QueuePair::Armed::kNot;
+      }
     }
   }
 }
 
-void VerbsFabric::read_async_events() {
+void VerbsFabric::read_async_events(Rail& rail) {
   ibv_async_event event{};
-  while (ibv_get_async_event(device_->context(), &event) == 0) {
-    const std::string what = "device " + device_->name() + " " + explain_event(event.event_type);
+  while (ibv_get_async_event(rail.device()->context(), &event) == 0) {
+    const std::string what =
+        "device " + rail.device()->name() + " " + explain_event(event.event_type);
     const bool of_queue_pair = event.event_type == IBV_EVENT_QP_FATAL ||
                                event.event_type == IBV_EVENT_QP_REQ_ERR ||
                                event.event_type == IBV_EVENT_QP_ACCESS_ERR;
@@ -379,51 +440,47 @@ void VerbsFabric::read_async_events() {
     // Before anything is done about it: whoever destroys a queue waits until every event of it is
     // acknowledged.
     ibv_ack_async_event(&event);
+    const auto for_each = [&](const auto& act) {
+      for (auto& [id, endpoint] : endpoints_) {
+        if (&endpoint->rail() == &rail) act(*endpoint);
+      }
+    };
     switch (event.event_type) {
       case IBV_EVENT_PORT_ERR:
-        if (event.element.port_num != port_.number) break;
-        port_lost_ns_ = now_ns();
-        for (auto& [id, endpoint] : endpoints_) endpoint->on_port_lost();
+        if (event.element.port_num != rail.port().number) break;
+        rail.port_changed(/*active=*/false);
+        for_each([](VerbsEndpoint& endpoint) { endpoint.on_port_lost(); });
         break;
       case IBV_EVENT_PORT_ACTIVE:
-        if (event.element.port_num != port_.number) break;
-        port_lost_ns_ = kNever;
-        for (auto& [id, endpoint] : endpoints_) endpoint->on_port_active();
+        if (event.element.port_num != rail.port().number) break;
+        rail.port_changed(/*active=*/true);
+        for_each([](VerbsEndpoint& endpoint) { endpoint.on_port_active(); });
         break;
       case IBV_EVENT_QP_FATAL:
       case IBV_EVENT_QP_REQ_ERR:
       case IBV_EVENT_QP_ACCESS_ERR:
-        for (auto& [id, endpoint] : endpoints_) {
-          if (endpoint->queue_pair() != nullptr && endpoint->queue_pair()->number() == number)
-            endpoint->on_queue_pair_event(what, event.event_type);
-        }
+        for_each([&](VerbsEndpoint& endpoint) {
+          if (endpoint.queue_pair() != nullptr && endpoint.queue_pair()->number() == number)
+            endpoint.on_queue_pair_event(what, event.event_type);
+        });
         break;
       case IBV_EVENT_CQ_ERR:
       case IBV_EVENT_DEVICE_FATAL:
-        for (auto& [id, endpoint] : endpoints_) {
-          // Each connection has a completion queue of its own.
+        for_each([&](VerbsEndpoint& endpoint) {
+          // Each link has a completion queue of its own.
           if (event.event_type == IBV_EVENT_CQ_ERR &&
-              (endpoint->queue_pair() == nullptr ||
-               endpoint->queue_pair()->completion_queue() != event.element.cq)) {
-            continue;
+              (endpoint.queue_pair() == nullptr ||
+               endpoint.queue_pair()->completion_queue() != event.element.cq)) {
+            return;
           }
-          endpoint->fail({Code::kUnavailable,
-                          "the connection to " + endpoint->peer_address() + " failed: " + what});
-        }
+          endpoint.fail({Code::kUnavailable,
+                         "the connection to " + endpoint.peer_address() + " failed: " + what});
+        });
         break;
       default:
         break;
     }
   }
-}
-
-std::string VerbsFabric::port_text() const {
-  if (port_lost_ns_ == kNever) return {};
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%.1f",
-                static_cast<double>(now_ns() - port_lost_ns_) * 1e-9);
-  return "; port " + std::to_string(port_.number) + " of " + device_->name() +
-         " on this side went down " + seconds + " s ago";
 }
 
 void VerbsFabric::wait(int timeout_ms, bool patient) {
@@ -462,6 +519,10 @@ void VerbsFabric::run_deadlines() {
   for (auto& [id, endpoint] : endpoints_) {
     if (endpoint->deadline_ns() <= now) endpoint->on_deadline();
     next = std::min(next, endpoint->deadline_ns());
+  }
+  for (auto& [id, bundle] : bundles_) {
+    if (bundle->deadline_ns() <= now) bundle->on_deadline();
+    next = std::min(next, bundle->deadline_ns());
   }
   next_deadline_ns_ = next;
 }

@@ -1,4 +1,4 @@
-/* fabric/verbs/fabric.h: the verbs fabric: one device, its queue pairs, and the tcp fabric that
+/* fabric/verbs/fabric.h: the verbs fabric: its devices, their queue pairs, and the tcp fabric that
    signals for them. */
 #pragma once
 
@@ -6,6 +6,7 @@
 
 #if JAXRDMA_HAVE_VERBS
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -17,17 +18,18 @@
 
 #include "fabric/fabric.h"
 #include "fabric/tcp/fabric.h"
-#include "fabric/verbs/device.h"
+#include "fabric/verbs/bundle.h"
 #include "fabric/verbs/endpoint.h"
 #include "fabric/verbs/memory.h"
 #include "fabric/verbs/queue_pair.h"
+#include "fabric/verbs/rail.h"
 #include "fabric/verbs/setup.h"
 
 namespace jaxrdma::fabric::verbs {
 
 /// Threads. Everything under the owner's lock but `wait`, `wake` and the set-up thread. `wait` arms
 /// the completion queues and then sleeps in the epoll set of the signalling fabric, which watches
-/// the completion channel and the asynchronous events too.
+/// the completion channels and the asynchronous events too.
 class VerbsFabric final : public Fabric {
  public:
   static Result<std::unique_ptr<Fabric>> create(const Options& options, const VerbsOptions& verbs);
@@ -52,13 +54,9 @@ class VerbsFabric final : public Fabric {
   const Options& options() const { return options_; }
   const VerbsOptions& verbs_options() const { return verbs_; }
   Fabric& signalling() { return *signalling_; }
-  const Device& device() const { return *device_; }
-  const PortInfo& port() const { return port_; }
-  uint32_t receive_depth() const { return receive_depth_; }
-  uint32_t send_depth() const { return send_depth_; }
-  /// A queue pair for a peer with this GID, in INIT with its receives posted, and polled from now
-  /// on.
-  Result<std::shared_ptr<QueuePair>> make_queue_pair(EndpointId id, const RawGid* peer);
+  const std::vector<std::unique_ptr<Rail>>& rails() const { return rails_; }
+  /// A queue pair for a peer with this GID, in INIT, and polled from now on.
+  Result<std::shared_ptr<QueuePair>> make_queue_pair(EndpointId id, Rail& rail, const RawGid* peer);
   void start_polling(EndpointId id, std::shared_ptr<QueuePair> queue_pair);
   void stop_polling(const QueuePair* queue_pair);
   /// What its completion queue holds now.
@@ -72,16 +70,24 @@ class VerbsFabric final : public Fabric {
   void deadline_changed(int64_t deadline_ns);
   /// An endpoint cannot go on without the completion of what it has posted.
   void completions_needed();
-  /// "port 1 of rxe0 is DOWN since 2.1 s" after such an event; else empty.
-  std::string port_text() const;
 
  private:
   VerbsFabric(const Options& options, const VerbsOptions& verbs);
   Result<std::vector<std::byte>> admit(const Gatekeeper& gatekeeper, EndpointId id,
                                        const Hello& hello);
-  void meet(VerbsEndpoint& endpoint, const ConnectionParameters& peer);
+  Result<std::vector<std::byte>> admit_link(EndpointId id, const Hello& hello,
+                                            const ConnectionParameters& peer);
+  Result<VerbsEndpoint*> accept(EndpointId id, const ConnectionParameters& peer);
+  Result<VerbsEndpoint*> connect_link(const std::string& address, const Hello& hello,
+                                      int64_t deadline_ns, uint32_t link, uint32_t bundle);
+  void make_links(VerbsEndpoint& first, const ConnectionParameters& peer);
+  static void meet(VerbsEndpoint& endpoint, Rail& rail, const ConnectionParameters& peer);
+  Rail& rail_of(uint32_t link) { return *rails_[link % rails_.size()]; }
+  uint32_t links_with(const ConnectionParameters& peer) const {
+    return std::max(static_cast<uint32_t>(rails_.size()), uint32_t{peer.rails});
+  }
   void signalled(const Event& event);
-  void read_async_events();
+  void read_async_events(Rail& rail);
   void read_channel();
   /// Returns whether a completion queue may hold more.
   bool poll_completions();
@@ -89,20 +95,21 @@ class VerbsFabric final : public Fabric {
 
   const Options options_;
   const VerbsOptions verbs_;
-  std::shared_ptr<Device> device_;
-  PortInfo port_{};
-  GidEntry gid_{};
-  static constexpr uint32_t kNoPeer = UINT32_MAX;
-  uint32_t peer_mtu_ = kNoPeer;  ///< the smallest of all peers, in bytes
-  uint32_t receive_depth_ = 0;
-  uint32_t send_depth_ = 0;
-  std::unique_ptr<CompletionChannel> channel_;
+  std::vector<std::unique_ptr<Rail>> rails_;  ///< as in the options
   std::unique_ptr<tcp::TcpFabric> signalling_;
   std::unordered_map<EndpointId, std::unique_ptr<VerbsEndpoint>> endpoints_;
+  /// Connections of more than one link, by the id of the first.
+  std::unordered_map<EndpointId, std::unique_ptr<Bundle>> bundles_;
+  /// What was asked for, until the peer has told how many links there are.
+  struct Asked {
+    std::string address;
+    Hello hello;
+    int64_t deadline_ns = 0;
+  };
+  std::unordered_map<EndpointId, Asked> asked_;
   std::vector<EndpointId> retired_;
   std::vector<Event> signals_;
   uint32_t polls_ = 0;  ///< since the signalling fabric was last polled
-  int64_t port_lost_ns_ = kNever;
 
   std::vector<Event>* polling_ = nullptr;  ///< where events go during `poll`
   std::vector<Event> later_;               ///< events that came about outside of `poll`

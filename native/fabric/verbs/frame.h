@@ -15,13 +15,14 @@
 #include <vector>
 
 #include "base/status.h"
+#include "fabric/fabric.h"
 
 namespace jaxrdma::fabric::verbs {
 
 static_assert(std::endian::native == std::endian::little);
 
-/// "JRV1". Raised with any change to this file.
-inline constexpr uint32_t kParametersMagic = 0x3156524a;
+/// "JRV2". Raised with any change to this file.
+inline constexpr uint32_t kParametersMagic = 0x3256524a;
 inline constexpr uint32_t kMailboxSlots = 8;
 
 /// One end of a queue pair, as the other end needs to know it.
@@ -39,10 +40,13 @@ struct ConnectionParameters {
   uint8_t mtu = 0;       ///< enum ibv_mtu
   uint8_t ethernet = 0;  ///< link layer: 1 RoCE, 0 InfiniBand
   uint8_t reads = 0;     ///< RDMA READs that this end answers at one time
-  uint8_t reserved = 0;
+  uint8_t rails = 1;     ///< devices of this side: 1 to kMostDevices
+  uint32_t bundle = 0;   ///< in the reply: by what later links name this connection; in theirs: it
+  uint8_t link = 0;      ///< which link of the connection this is
+  std::array<uint8_t, 3> reserved{};
   std::array<char, 64> device{};  ///< "rxe0 port 1", for messages to people
 };
-static_assert(sizeof(ConnectionParameters) == 120);
+static_assert(sizeof(ConnectionParameters) == 128);
 
 enum class MessageType : uint32_t {
   kReady = 1,    ///< my queue pair of this generation can receive
@@ -59,7 +63,7 @@ struct Message {
   uint32_t granted = 0;     ///< writes that the other side may have sent in total, modulo 2^32
   ConnectionParameters parameters;
 };
-static_assert(sizeof(Message) == 136);
+static_assert(sizeof(Message) == 144);
 
 /// Parameters and the engine's payload, as one hello payload.
 std::vector<std::byte> encode_payload(const ConnectionParameters& parameters,

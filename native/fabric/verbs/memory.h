@@ -1,4 +1,4 @@
-/* fabric/verbs/memory.h: memory registered with a device. */
+/* fabric/verbs/memory.h: memory registered with the devices of a fabric. */
 #pragma once
 
 #include "fabric/verbs/library.h"
@@ -6,30 +6,35 @@
 #if JAXRDMA_HAVE_VERBS
 
 #include <memory>
+#include <span>
+#include <vector>
 
 #include "fabric/fabric.h"
 #include "fabric/verbs/device.h"
+#include "fabric/verbs/rail.h"
 
 namespace jaxrdma::fabric::verbs {
 
-/// One memory region of the job's protection domain. Holds the device, so that it may outlive the
-/// fabric.
+/// One piece of memory in the job's protection domain of every device. Holds the devices, so that
+/// it may outlive the fabric.
 class VerbsMemoryRegion final : public MemoryRegion {
  public:
-  static Result<std::unique_ptr<MemoryRegion>> create(std::shared_ptr<Device> device,
+  static Result<std::unique_ptr<MemoryRegion>> create(std::span<const std::unique_ptr<Rail>> rails,
                                                       std::byte* data, size_t bytes, Access access);
 
-  uint32_t local_key() const { return region_->lkey; }
+  uint32_t local_key(uint32_t rail) const { return of_rail_[rail].region->lkey; }
 
  private:
   struct Deregister {
     void operator()(ibv_mr* region) const { ibv_dereg_mr(region); }
   };
-  VerbsMemoryRegion(std::shared_ptr<Device> device, std::byte* data, size_t bytes, ibv_mr* region)
-      : MemoryRegion(data, bytes), device_(std::move(device)), region_(region) {}
+  struct Registered {
+    std::shared_ptr<Device> device;  // outlives region
+    std::unique_ptr<ibv_mr, Deregister> region;
+  };
+  using MemoryRegion::MemoryRegion;
 
-  std::shared_ptr<Device> device_;  // outlives region_
-  std::unique_ptr<ibv_mr, Deregister> region_;
+  std::vector<Registered> of_rail_;
 };
 
 }  // namespace jaxrdma::fabric::verbs

@@ -35,18 +35,19 @@ HELLO, HELLO_REPLY, WRITE = 1, 2, 3
 # incarnation, worker, version, bytes of: job, token, payload; 0
 HELLO_BODY = struct.Struct("<QIHHHHI")
 # native/fabric/verbs/frame.h
-PARAMETERS = struct.Struct("<IIII16sQIIHHBBBB64s")
-PARAMETERS_MAGIC = 0x3156524A
+PARAMETERS = struct.Struct("<IIII16sQIIHHBBBBIB3x64s")
+PARAMETERS_MAGIC = 0x3256524A
 MESSAGE = struct.Struct("<IIII")  # type, generation, received, granted; then parameters
 READY = 1
 # native/engine/wire.h
-HEADER = struct.Struct("<IHHBBHIqQQQIIQ")
-HEADER_MAGIC = 0x5344524A
-VERSION = 3
+# magic, flow, kind, dtype, partition, tag, step, incarnation, bytes, address and 4 keys for the answer
+HEADER = struct.Struct("<IHBBIIqQQQ4I")
+HEADER_MAGIC = 0x5444524A
+VERSION = 4
 PUSH, LOCATE = 1, 4
 RESULT, CREDIT = 1, 2
-GRANT = struct.Struct("<QQII")  # address, stride, key, slots
-LOCATION = struct.Struct("<QQQII")  # address, bytes, address of the seal, key, 0
+GRANT = struct.Struct("<QQ4III")  # address, stride, keys of 4 devices, slots, 0
+LOCATION = struct.Struct("<QQQ4I")  # address, bytes, address of the seal, keys of 4 devices
 SEAL = struct.Struct("<Qq")  # sequence, step
 
 MAILBOX = (
@@ -122,7 +123,7 @@ class Member:
                 1,
                 1 << 20,
             ),
-            *(0, 0xFFFF, self.pair.mtu, 1, 4, 0, b"independent"),
+            *(0, 0xFFFF, self.pair.mtu, 1, 4, 1, 0, 0, b"independent"),
         )
 
     def hello(self, kind: int, worker: int, token: bytes, payload: bytes) -> None:
@@ -196,7 +197,7 @@ def join(member: Member, args: argparse.Namespace):
     with socket.create_connection((host, int(port)), LIMIT_S) as connection:
         member.signal_over(connection)
         member.hello(HELLO, 1, bytes([2, 1]) + bytes(14), b"")
-        address, stride, key, slots = GRANT.unpack(member.take_hello(HELLO_REPLY))
+        address, stride, key, _, _, _, slots, _ = GRANT.unpack(member.take_hello(HELLO_REPLY))
         assert stride >= HEADER.size + args.partition_bytes and slots > 0
         member.connect_queue_pair()
         yield address, key
@@ -212,7 +213,7 @@ def receive(member: Member, slot_bytes: int):
     with connection:
         member.signal_over(connection)
         member.take_hello(HELLO)
-        grant = GRANT.pack(member.pair.address, slot_bytes, member.pair.key, SLOTS)
+        grant = GRANT.pack(member.pair.address, slot_bytes, member.pair.key, 0, 0, 0, SLOTS, 0)
         member.hello(HELLO_REPLY, 0, b"", grant)
         member.connect_queue_pair()
         yield
@@ -227,14 +228,14 @@ def read_parameters(args: argparse.Namespace) -> None:
     with join(member, args) as (address, key):
         for number, (begin, length) in enumerate(pieces(args)):
             header = HEADER.pack(
-                *(HEADER_MAGIC, VERSION, 0, LOCATE, 0, 0, number, 0, 2, 0),
-                *(pair.address + answers, pair.key, 77, 0),
+                *(HEADER_MAGIC, 0, LOCATE, 0, number, 77, 0, 2, 0),
+                *(pair.address + answers, pair.key, 0, 0, 0),
             )
             pair.put(0, header)
             member.write(0, HEADER.size, address, key, 0)
             found = sorted(member.next_immediate() for _ in range(2))
             assert found == [RESULT << 24 | 77, CREDIT << 24 | 0], found
-            there, size, seal, remote_key, _ = LOCATION.unpack(pair.get(answers, LOCATION.size))
+            there, size, seal, remote_key, *_ = LOCATION.unpack(pair.get(answers, LOCATION.size))
             assert size == length, (size, length)
             before = SEAL.unpack(member.read(copy, SEAL.size, seal, remote_key))
             got = member.read(copy, length, there, remote_key)
@@ -260,11 +261,11 @@ def be_read(args: argparse.Namespace) -> None:
             slot = member.next_immediate()
             assert slot < SLOTS, slot
             fields = HEADER.unpack(pair.get(slot * stride, HEADER.size))
-            assert fields[:4] == (HEADER_MAGIC, VERSION, 0, LOCATE), fields
-            begin, length = pieces(args)[fields[6]]
+            assert fields[:3] == (HEADER_MAGIC, 0, LOCATE), fields
+            begin, length = pieces(args)[fields[4]]
             place = pair.address + data + begin
-            pair.put(answers, LOCATION.pack(place, length, pair.address + seal, pair.key, 0))
-            member.write(answers, LOCATION.size, fields[10], fields[11], RESULT << 24 | fields[12])
+            pair.put(answers, LOCATION.pack(place, length, pair.address + seal, pair.key, 0, 0, 0))
+            member.write(answers, LOCATION.size, fields[9], fields[10], RESULT << 24 | fields[5])
             member.wait(lambda: member.completed == member.posted)
             member.write(0, 0, 0, 0, CREDIT << 24 | slot)
         member.wait(lambda: member.completed == member.posted)
@@ -286,8 +287,8 @@ def work(args: argparse.Namespace) -> None:
             for number, (begin, length) in enumerate(pieces(args)):
                 there = pair.address + results
                 header = HEADER.pack(
-                    *(HEADER_MAGIC, VERSION, 0, PUSH, 0, 0, number, step, 2, length),
-                    *(there, pair.key, 77, 0),
+                    *(HEADER_MAGIC, 0, PUSH, 0, number, 77, step, 2, length),
+                    *(there, pair.key, 0, 0, 0),
                 )
                 pair.put(0, header + mine[begin : begin + length])
                 member.write(0, HEADER.size + length, address, key, 0)
@@ -307,17 +308,15 @@ def serve(args: argparse.Namespace) -> None:
         for number in range(args.steps * len(pieces(args))):
             slot = member.next_immediate()
             fields = HEADER.unpack(pair.get(slot * stride, HEADER.size))
-            magic, version, flow, kind, dtype, _, partition, step, incarnation, length = fields[:10]
-            assert (magic, version, flow, kind, dtype) == (HEADER_MAGIC, VERSION, 0, PUSH, 0), (
-                fields
-            )
+            magic, flow, kind, dtype, partition, tag, step, incarnation, length = fields[:9]
+            assert (magic, flow, kind, dtype) == (HEADER_MAGIC, 0, PUSH, 0), fields
             begin, expected = pieces(args)[partition]
             assert (incarnation, length) == (1, expected), fields
             assert step == number // len(pieces(args)), fields
             payload = pair.get(slot * stride + HEADER.size, length)
             right = floats(gradient(args.elements, 0, step))[begin : begin + length]
             assert payload == right, f"step {step}: other bytes landed than were pushed"
-            address, key, tag = fields[10:13]
+            address, key = fields[9:11]
             member.write(slot * stride + HEADER.size, length, address, key, RESULT << 24 | tag)
             # The slot may be written again once the answer has left it.
             member.wait(lambda: member.completed == member.posted)
