@@ -84,16 +84,27 @@ def suite() -> int:
     pytest = [sys.executable, "-m", "pytest", *(f"-p{name}" for name in plugins), "tests/verbs"]
     jobs = {"Python tests": ([*pytest, "--junitxml=/out/pytest.xml"], PYTEST_S)}
     if NATIVE_TESTS.exists():
-        # What concerns the bytes of tcp alone was tested without a guest.
+        # What concerns the bytes of tcp alone was tested without a guest. Over several devices nothing is promised
+        # about the order of writes.
+        native = [str(NATIVE_TESTS), "--test-case-exclude=tcp:*"]
+        of_transport = "--source-file=*/test_fabric.cc,*/test_verbs.cc,*_engine.cc"
+        striped = [
+            "env",
+            "TEST_STRIPED=1",
+            native[0],
+            of_transport,
+            f"{native[1]},writes arrive in the order*",
+        ]
         jobs = {
-            "native tests": ([str(NATIVE_TESTS), "--test-case-exclude=tcp:*"], NATIVE_S),
+            "native tests": (native, NATIVE_S),
+            "native tests over two devices at once": (striped, NATIVE_S),
             **jobs,
         }
     else:
         print(f"verbs: no native tests, {NATIVE_TESTS.relative_to(ROOT)} is not built")
 
     failed: list[str] = []
-    with Guest(RESULTS, time_limit=60 + NATIVE_S + PYTEST_S) as guest:
+    with Guest(RESULTS, time_limit=60 + 2 * NATIVE_S + PYTEST_S) as guest:
         guest.devices(2)
         for name, (argv, limit) in jobs.items():
             print(f"verbs: {name}, in a guest", flush=True)

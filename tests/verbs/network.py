@@ -132,3 +132,40 @@ def ipv6_pair(job: Job) -> Iterator[None]:
             run("rdma", "link", "add", name, "type", "rxe", "netdev", network_device)
             wait_for_gid(name, f"fd88:0000:0000:0000:0000:0000:0000:{ending}")
         yield
+
+
+@contextlib.contextmanager
+def second_cable(job: Job) -> Iterator[None]:
+    """rxe6 and rxe7 on a cable of their own, x0 and x1, whose ends have 10.88.6.1 and 10.88.6.2."""
+    ends = (("10.88.6.1", "10.88.6.2", "x0", "106"), ("10.88.6.2", "10.88.6.1", "x1", "107"))
+    rules = [
+        rule
+        for own, other, network_device, table in ends
+        for rule in (
+            f"pref 10 iif {network_device} lookup local",
+            f"pref 20 from {own} to {other} lookup {table}",
+        )
+    ]
+    undo = [f"ip rule del {rule}" for rule in rules]
+    with undoing(
+        "rdma link delete rxe6", "rdma link delete rxe7", "ip link del x0", *undo, job=job
+    ):
+        run("ip", "link", "add", "x0", "type", "veth", "peer", "name", "x1")
+        for rule in rules:
+            run("ip", "rule", "add", *rule.split())
+        for own, other, network_device, table in ends:
+            run("ip", "address", "add", f"{own}/32", "dev", network_device)
+            run("ip", "link", "set", network_device, "mtu", "9000", "up")
+            route = ("route", "add", other, "dev", network_device, "src", own, "table", table)
+            run("ip", *route)
+            settings = Path("/proc/sys/net/ipv4/conf") / network_device
+            (settings / "accept_local").write_text("1")
+            (settings / "rp_filter").write_text("0")
+        for name, network_device, ending in (("rxe6", "x0", "0601"), ("rxe7", "x1", "0602")):
+            run("rdma", "link", "add", name, "type", "rxe", "netdev", network_device)
+            wait_for_gid(name, f"0a58:{ending}")
+        yield
+
+
+def bytes_sent(network_device: str) -> int:
+    return int(Path(f"/sys/class/net/{network_device}/statistics/tx_bytes").read_text())

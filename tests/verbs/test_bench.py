@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.verbs.network import bytes_sent
+
 PEER = Path(__file__).parent / "peers" / "pyverbs_rc.py"
 # The system's interpreter, for which Debian packages pyverbs; ours must not tell it where to look for modules.
 SYSTEM_PYTHON = ["/usr/bin/python3", "-I"]
@@ -55,10 +57,6 @@ def ipv4_gid(device: str) -> str:
         if (gids / str(index)).read_text().startswith("0000:0000:0000:0000:0000:ffff:"):
             return str(index)
     pytest.fail(f"{device} has no address")
-
-
-def bytes_sent(network_device: str) -> int:
-    return int(Path(f"/sys/class/net/{network_device}/statistics/tx_bytes").read_text())
 
 
 @pytest.mark.timeout(120)
