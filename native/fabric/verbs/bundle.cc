@@ -26,15 +26,15 @@ Bundle::Bundle(VerbsFabric& fabric, EndpointId id, bool accepted, uint32_t links
 }
 
 bool Bundle::lacks(uint32_t link) const {
-  // In order: which are still to come is then a number.
-  return !ending_ && link == made_ && link < links_.size();
+  // In any order: each hello has a connection of its own.
+  return !ending_ && link < links_.size() && !made_[link];
 }
 
 void Bundle::add(uint32_t link, VerbsEndpoint& endpoint) {
   links_[link] = &endpoint;
   endpoint.join(*this);
   if (link == 0) peer_ = endpoint.peer_address();
-  ++made_;
+  made_[link] = true;
   ++alive_;
 }
 

@@ -16,6 +16,7 @@
 
 #if JAXRDMA_HAVE_VERBS
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -79,7 +80,7 @@ class Bundle final : public Endpoint {
   const Hello hello_;
   std::string peer_;
   std::vector<VerbsEndpoint*> links_;  ///< null: not made yet, or dead
-  uint32_t made_ = 0;
+  std::array<bool, kMostDevices> made_{};
   uint32_t connected_ = 0;
   uint32_t alive_ = 0;
   bool open_ = false;    ///< kConnected has been emitted
