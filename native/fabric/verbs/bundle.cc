@@ -18,6 +18,12 @@ constexpr int64_t kMillisecond = 1'000'000;
 // first one's at once.
 constexpr int64_t kLinksNs = 40'000 * kMillisecond;
 
+/// Whether a write is likely to be done sooner on `a` than on `b`.
+bool sooner(const VerbsEndpoint& a, const VerbsEndpoint& b) {
+  if (a.working() != b.working()) return a.working();
+  return a.bytes_under_way() < b.bytes_under_way();
+}
+
 }  // namespace
 
 Bundle::Bundle(VerbsFabric& fabric, EndpointId id, bool accepted, uint32_t links, Hello hello)
@@ -46,7 +52,7 @@ Status Bundle::write(std::span<const Slice> local, RemoteSlice remote, Immediate
   for (size_t i = 0; open_ && !ending_ && i < links_.size(); ++i) {
     VerbsEndpoint* link = links_[(next_ + i) % links_.size()];
     if (link->credits() == 0) continue;
-    if (best == nullptr || link->bytes_under_way() < best->bytes_under_way()) best = link;
+    if (best == nullptr || sooner(*link, *best)) best = link;
   }
   if (best == nullptr) {
     if (open_ && !ending_) return {Code::kResource, "no credit to write to " + peer_};

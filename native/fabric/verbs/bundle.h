@@ -39,7 +39,7 @@ class Bundle final : public Endpoint {
 
   EndpointId id() const override { return id_; }
   const std::string& peer_address() const override { return peer_; }
-  /// Goes by the link with the fewest bytes under way.
+  /// Goes by the link with the fewest bytes under way, and by a broken one only if it has to.
   Status write(std::span<const Slice> local, RemoteSlice remote, Immediate immediate,
                RequestId request, Solicit solicit) override;
   /// Goes by the first link: reads keep their order.
