@@ -135,9 +135,11 @@ void Bundle::on_event(VerbsEndpoint& link, Event event) {
     case Event::Kind::kReceived:
       arrived_.push_back(static_cast<uint8_t>(link.link()));
       break;
+    case Event::Kind::kCredits:
+      if (credits() != link.credits()) return;  // another link has some, or none are of use
+      break;
     case Event::Kind::kWriteDone:
     case Event::Kind::kReadDone:
-    case Event::Kind::kCredits:
       break;
   }
   // The peer may have seen all links connected before this side has.
