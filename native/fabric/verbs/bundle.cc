@@ -127,7 +127,7 @@ void Bundle::on_event(VerbsEndpoint& link, Event event) {
         peer_ = link.peer_address();
       }
       ++connected_;
-      if (connected_ == links_.size() && !ending_) open();
+      if (connected_ == links_.size()) open();
       return;
     case Event::Kind::kDisconnected:
       on_ended(link, event.status);
@@ -152,7 +152,7 @@ void Bundle::on_event(VerbsEndpoint& link, Event event) {
 
 void Bundle::open() {
   open_ = true;
-  set_deadline(tcp::kNever);
+  if (!ending_) set_deadline(tcp::kNever);
   Event event{};
   event.kind = Event::Kind::kConnected;
   event.endpoint = id_;
@@ -169,8 +169,9 @@ void Bundle::on_ended(VerbsEndpoint& link, const Status& why) {
   if (!ending_) {
     ending_ = true;
     reason_ = why;
-    if (link.dead() && open_) {
-      // The peer ended it, and so ends the others, once what it wrote before has arrived.
+    if (link.dead() && link.connected()) {
+      // The peer ended it, and so ends the others, once what it wrote before has arrived. If it saw
+      // all links open, this side is yet to see that.
       set_deadline(tcp::monotonic_ns() + fabric_.options().close_timeout_ms * kMillisecond);
     } else {
       fail_links();

@@ -88,6 +88,8 @@ class VerbsEndpoint final : public Endpoint {
   void on_port_active();
   void on_deadline();
   int64_t deadline_ns() const { return deadline_ns_; }
+  /// Its kConnected has been told.
+  bool connected() const { return connected_; }
   /// What is written goes out now.
   bool working() const { return state_ == State::kOpen; }
   bool dead() const { return state_ == State::kDead; }
