@@ -215,7 +215,7 @@ bool TcpFabric::poll(std::vector<Event>& events) {
 
 void TcpFabric::wait(int timeout_ms, bool /*patient*/) {
   sleeping_ = true;
-  const auto reason = [this] { return woken_ || have_later_ || have_names_; };
+  const auto reason = [this] { return woken_ || has_news(); };
   if (!reason() && timeout_ms != 0) {
     const int64_t deadline = next_deadline_ns_;
     if (deadline != kNever) {

@@ -38,6 +38,8 @@ class TcpFabric final : public Fabric {
   bool poll(std::vector<Event>& events) override;
   void wait(int timeout_ms, bool patient) override;
   void wake() override;
+  /// Whether `poll` has something to tell without asking the kernel.
+  bool has_news() const { return have_later_ || have_names_; }
 
   /// `wait` also returns while `fd` is readable; reading it is the caller's business. For a fabric
   /// that uses this one for signalling. Returns an errno.

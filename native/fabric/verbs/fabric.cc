@@ -313,7 +313,9 @@ bool VerbsFabric::poll(std::vector<Event>& events) {
   // What is left in an armed queue raises no event: there must be another `poll` before `wait`.
   bool moved = poll_completions();
   const bool idle = events.size() == before;
-  const bool look = idle || ++polls_ >= kPollsPerSignalling;
+  // An owner that spins does without, as `wait` returns at once where there is something.
+  const bool look =
+      (idle && (slept_ || signalling_->has_news())) || ++polls_ >= kPollsPerSignalling;
   if (look && slept_.exchange(false)) {
     read_channel();
     for (const auto& rail : rails_) read_async_events(*rail);
