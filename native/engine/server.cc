@@ -792,17 +792,18 @@ void Engine::advance(Piece& piece) {
 void Engine::finish(Piece& piece) {
   piece.busy = false;
   piece.summed += static_cast<uint32_t>(piece.reducing.size());
-  for (const Contribution& each : piece.reducing) {
+  const std::vector<Contribution> summed = std::exchange(piece.reducing, {});
+  for (const Contribution& each : summed) {
     recorder_.add(Stage::kConsumed, piece.flow->spec.id, piece.version, piece.partition,
                   static_cast<uint16_t>(each.worker));
-    free_slot(each.landing, each.slot, each.endpoint);
   }
-  piece.reducing.clear();
   if (piece.summed == options_.workers) {
     complete(piece);
   } else {
     advance(piece);
   }
+  // After the answers, for which everybody waits.
+  for (const Contribution& each : summed) free_slot(each.landing, each.slot, each.endpoint);
 }
 
 void Engine::complete(Piece& piece) {
