@@ -44,6 +44,8 @@ SIZES = [
 TOKEN = bytes(_native.TOKEN_BYTES)
 LATENCY_BYTES = 4 << 10
 LIMIT_S = 120
+# perftest measures the clock rate, and gives up where a busy machine lets it find none; the next try may.
+CALIBRATIONS = 5
 
 
 class BenchmarkError(Exception):
@@ -179,6 +181,19 @@ def ipv4_gid(device: str) -> str:
 
 def perftest(tool: str, near: str, far: str, *options: str) -> list[str]:
     """The last row of its table."""
+    output = ""
+    for _ in range(CALIBRATIONS):
+        output = run_perftest(tool, near, far, *options)
+        if "Correlation coefficient" not in output:
+            break
+    rows = re.findall(r"^ *\d+ +\d+ +\d.*$", output, re.MULTILINE)
+    if not rows:
+        raise BenchmarkError(f"{tool} failed: {output}")
+    return rows[-1].split()
+
+
+def run_perftest(tool: str, near: str, far: str, *options: str) -> str:
+    """What its client says."""
 
     def command(device: str, *peer: str) -> list[str]:
         # An emulated processor does not tell its clock rate.
@@ -205,10 +220,7 @@ def perftest(tool: str, near: str, far: str, *options: str) -> list[str]:
     finally:
         ended.cancel()
         server.wait()
-    rows = re.findall(r"^ *\d+ +\d+ +\d.*$", client.stdout, re.MULTILINE)
-    if client.returncode != 0 or not rows:
-        raise BenchmarkError(f"{tool} failed: {client.stdout}{client.stderr}")
-    return rows[-1].split()
+    return client.stdout + client.stderr
 
 
 def write_bandwidth(near: str, far: str, size: int, repeats: int) -> float:
