@@ -1,7 +1,7 @@
 """A job of two machines, with JAX, through `jaxrdma launch` on both. Minutes long, so not a test; run from any folder:
 
 python tests/guest/full.py trains   trains over verbs; the cable is pulled for 3 s in the middle; same bits as alone
-python tests/guest/full.py cut      the cable is pulled for good: both launchers name the link in time
+python tests/guest/full.py cut      the cable is pulled for 120 s: both launchers name the link in time
 """
 
 import argparse
@@ -22,6 +22,7 @@ SHARES = {"a": "coordinator,server:0,worker:0", "b": "worker:1"}
 START_S = 500.0
 # The heartbeat timeout, after which the link must have been named; and for the launchers to end everybody.
 NAMED_S, END_S = 12.0, 20.0
+CUT_S = 120.0
 
 
 def launch(wire: Wire, steps: int) -> dict[str, Command]:
@@ -74,6 +75,14 @@ def cut(wire: Wire) -> None:
     for name, launcher in launchers.items():
         assert launcher.wait(END_S) == 1
         print(f"{name} ended after {time.monotonic() - begin:.1f} s")
+    time.sleep(max(0.0, begin + CUT_S - time.monotonic()))
+    wire.plug("b")
+    for guest in (wire.a, wire.b):
+        left = guest.start(
+            ["pgrep", "-af", "jaxrdma|train[.]py"], environment={"PATH": os.environ["PATH"]}
+        )
+        assert left.wait(END_S) == 1, left.output
+    print(f"the cable was back after {CUT_S:.0f} s, and nothing of the job was left")
 
 
 def main() -> None:
