@@ -3,14 +3,12 @@
    events that say what is wrong.
 
    They are made by a libibverbs of our own (fake_verbs/fake_verbs.h), so this proves how errors are
-   handled, and never that verbs work. As the library is loaded once in a process, these tests run
-   alone: TEST_FAKE_VERBS says which variant JAXRDMA_IBVERBS_LIB names (full, old, incomplete), and
-   without it they are skipped. TEST_LONG=1: 1000 rounds of random faults. */
+   handled, and never that verbs work. They run alone, as lines.h says. TEST_LONG=1: 1000 rounds of
+   random faults. */
 #include "fabric/verbs/library.h"
 
 #if JAXRDMA_HAVE_VERBS
 
-#include <dlfcn.h>
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -18,14 +16,9 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <optional>
 #include <random>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "call.h"
@@ -33,297 +26,13 @@
 #include "engine/worker.h"
 #include "fabric/verbs/fabric.h"
 #include "fake_verbs/fake_verbs.h"
+#include "lines.h"
 
 namespace {
 
 using namespace jaxrdma;
 using namespace jaxrdma::fabric;
-using Clock = std::chrono::steady_clock;
-using Kind = Event::Kind;
-
-std::string variant() {
-  const char* value = std::getenv("TEST_FAKE_VERBS");
-  return value == nullptr ? "" : value;
-}
-
-#define FAULT_TEST(title) TEST_CASE(title* doctest::skip(variant() != "full"))
-
-/// A function of the fake.
-template <typename Function>
-Function* fake(const char* name) {
-  static void* const library = dlopen(std::getenv("JAXRDMA_IBVERBS_LIB"), RTLD_NOW | RTLD_LOCAL);
-  REQUIRE(library != nullptr);
-  void* const found = dlsym(library, name);
-  REQUIRE(found != nullptr);
-  return reinterpret_cast<Function*>(found);
-}
-#define FAKE(name) fake<decltype(name)>(#name)
-
-/// First in each test: when everything of it is gone, nothing may be left in the library, and
-/// nothing have been done to it that a real one would punish.
-struct Devices {
-  Devices() { FAKE(fake_verbs_reset)(); }
-  ~Devices() {
-    const FakeVerbsAlive alive = FAKE(fake_verbs_alive)();
-    CHECK(alive.contexts == 0);
-    CHECK(alive.pds == 0);
-    CHECK(alive.regions == 0);
-    CHECK(alive.channels == 0);
-    CHECK(alive.cqs == 0);
-    CHECK(alive.qps == 0);
-    CHECK(std::string(FAKE(fake_verbs_misuse)()) == "");
-  }
-};
-
-// Far beyond what any of this takes, so that only a hang hits it, under sanitizers too.
-constexpr auto kPatience = std::chrono::seconds(30);
-constexpr uint32_t kSlots = 16;
-constexpr size_t kSlotBytes = 1024;
-constexpr size_t kInlineBytes = 40;  // every third letter is so short, and copied when it is posted
-
-void check_says(const Status& status, std::initializer_list<std::string> words) {
-  INFO(status.message());
-  CHECK(!status.ok());
-  for (const std::string& word : words) {
-    CAPTURE(word);
-    CHECK(status.message().find(word) != std::string::npos);
-  }
-}
-
-/// One end of a connection that carries letters 0, 1, ... both ways.
-struct End {
-  EndpointId id = 0;
-  bool connected = false;
-  std::optional<Status> ended;
-  uint64_t sent = 0, received = 0, wrong = 0;
-  uint64_t reads = 0;
-  std::vector<std::byte> out = std::vector<std::byte>(kSlots * kSlotBytes), in = out;
-  std::unique_ptr<MemoryRegion> out_region, in_region;
-  std::array<bool, kSlots> busy{};
-};
-
-std::byte letter_byte(uint64_t number, size_t at) {
-  return static_cast<std::byte>((number * 2654435761u + at * 40503u) >> 8);
-}
-size_t letter_bytes(uint64_t number) { return number % 3 == 0 ? kInlineBytes : kSlotBytes; }
-
-VerbsOptions on(const std::string& device, int link_timeout_ms = 20'000) {
-  VerbsOptions options;
-  options.sources[0].device = device;
-  options.link_timeout_ms = link_timeout_ms;
-  return options;
-}
-
-/// One process's fabric.
-class Node {
- public:
-  explicit Node(const VerbsOptions& verbs, Options options = {.receive_depth = kSlots})
-      : device(verbs.sources[0].device) {
-    auto made = make_verbs_fabric(options, verbs);
-    REQUIRE_MESSAGE(made.ok(), made.status().message());
-    fabric = std::move(made.value());
-    auto listening = fabric->listen("127.0.0.1:0", [this](EndpointId id, const Hello& hello) {
-      accepted[hello.worker] = id;
-      return std::vector<std::byte>();
-    });
-    REQUIRE(listening.ok());
-    address = listening.value();
-  }
-
-  bool poll() {
-    events_.clear();
-    const bool moved = fabric->poll(events_);
-    for (const Event& event : events_) handle(event);
-    return moved;
-  }
-
-  const std::string device;
-  std::unique_ptr<Fabric> fabric;
-  std::string address;
-  std::unordered_map<uint32_t, EndpointId> accepted;  ///< by the number of the line
-  std::unordered_map<EndpointId, End*> ends;
-
- private:
-  void handle(const Event& event) {
-    const auto found = ends.find(event.endpoint);
-    if (found == ends.end()) return;
-    End& end = *found->second;
-    CHECK(!end.ended.has_value());  // nothing comes after the end
-    switch (event.kind) {
-      case Kind::kConnected:
-        end.connected = true;
-        break;
-      case Kind::kDisconnected:
-        end.ended = event.status;
-        break;
-      case Kind::kWriteDone:
-        CHECK(end.busy[event.request]);
-        end.busy[event.request] = false;
-        break;
-      case Kind::kReceived: {
-        const std::byte* letter = end.in.data() + end.received % kSlots * kSlotBytes;
-        bool right = event.immediate == end.received && event.bytes == letter_bytes(end.received);
-        for (size_t i = 0; i < event.bytes && right; ++i)
-          right = letter[i] == letter_byte(end.received, i);
-        end.wrong += !right;
-        ++end.received;
-        if (Endpoint* open = fabric->endpoint(end.id)) open->release(1);
-        break;
-      }
-      case Kind::kReadDone:
-        ++end.reads;
-        break;
-      case Kind::kCredits:
-        break;
-    }
-  }
-  std::vector<Event> events_;
-};
-
-bool turn(std::initializer_list<Node*> nodes, const std::function<bool()>& done) {
-  const auto deadline = Clock::now() + kPatience;
-  while (!done()) {
-    bool moved = false;
-    for (Node* node : nodes) moved |= node->poll();
-    if (Clock::now() > deadline) return false;
-    if (moved || done()) continue;
-    for (Node* node : nodes) node->fabric->wait(1);
-  }
-  return true;
-}
-
-Result<EndpointId> connect(Node& from, Node& to, uint32_t number) {
-  Hello hello;
-  hello.job = "faults";
-  hello.worker = number;
-  hello.token.resize(Hello::kTokenBytes);
-  return from.fabric->connect(to.address, hello, 10'000);
-}
-
-/// A connection between two nodes.
-class Line {
- public:
-  /// `number`: of its own among the lines of a test.
-  Line(Node& from, Node& to, uint32_t number) : x_node(from), y_node(to) {
-    begin(number);
-    REQUIRE(turn({&x_node, &y_node}, [&] {
-      meet(number);
-      return x.connected && y_node.fabric->endpoint(y.id) != nullptr && y.connected;
-    }));
-  }
-  /// Begun, and not awaited. Carries no letters.
-  struct Begun {};
-  Line(Node& from, Node& to, uint32_t number, Begun) : x_node(from), y_node(to), number_(number) {
-    ask(number);
-  }
-  ~Line() {
-    x_node.ends.erase(x.id);
-    y_node.ends.erase(y.id);
-  }
-  Line(const Line&) = delete;
-  Line& operator=(const Line&) = delete;
-
-  void meet() { meet(number_); }
-  Endpoint* x_end() { return x_node.fabric->endpoint(x.id); }
-  Endpoint* y_end() { return y_node.fabric->endpoint(y.id); }
-  uint32_t x_queue_pair() { return queue_pair(*x_end()); }
-  uint32_t y_queue_pair() { return queue_pair(*y_end()); }
-  bool ended() const { return x.ended.has_value() && y.ended.has_value(); }
-
-  /// Posts what there is room for, up to letter `upto`.
-  void write(uint64_t upto) {
-    write(x_end(), x, y, upto);
-    write(y_end(), y, x, upto);
-  }
-
-  Node& x_node;
-  Node& y_node;
-  End x, y;
-
- private:
-  void begin(uint32_t number) {
-    enrol(x_node, x);
-    enrol(y_node, y);
-    ask(number);
-  }
-  void ask(uint32_t number) {
-    auto id = connect(x_node, y_node, number);
-    REQUIRE_MESSAGE(id.ok(), id.status().message());
-    x.id = id.value();
-    x_node.ends[x.id] = &x;
-  }
-  void meet(uint32_t number) {
-    const auto found = y_node.accepted.find(number);
-    if (y.id != 0 || found == y_node.accepted.end()) return;
-    y.id = found->second;
-    y_node.ends[y.id] = &y;
-  }
-  static void enrol(Node& node, End& end) {
-    auto out = node.fabric->register_memory(end.out.data(), end.out.size(), Access::kLocal);
-    auto in = node.fabric->register_memory(end.in.data(), end.in.size(), Access::kRemoteReadWrite);
-    REQUIRE((out.ok() && in.ok()));
-    end.out_region = std::move(out.value());
-    end.in_region = std::move(in.value());
-  }
-  static uint32_t queue_pair(Endpoint& endpoint) {
-    const auto& made = static_cast<verbs::VerbsEndpoint&>(endpoint).queue_pair();
-    REQUIRE(made != nullptr);
-    return made->number();
-  }
-  static void write(Endpoint* endpoint, End& from, End& to, uint64_t upto) {
-    while (endpoint != nullptr && from.sent < upto && from.sent < to.received + kSlots &&
-           endpoint->credits() > 0) {
-      const auto slot = static_cast<uint32_t>(from.sent % kSlots);
-      if (from.busy[slot]) return;
-      std::byte* letter = from.out.data() + slot * kSlotBytes;
-      const size_t bytes = letter_bytes(from.sent);
-      for (size_t i = 0; i < bytes; ++i) letter[i] = letter_byte(from.sent, i);
-      const Slice slice{from.out_region.get(), letter, bytes};
-      from.busy[slot] = true;
-      const Status posted =
-          endpoint->write({&slice, 1},
-                          {reinterpret_cast<uint64_t>(to.in.data()) + slot * kSlotBytes,
-                           to.in_region->remote_key()},
-                          static_cast<Immediate>(from.sent), slot);
-      if (!posted.ok()) return;  // it has ended, and says so by an event
-      ++from.sent;
-    }
-  }
-  uint32_t number_ = 0;
-};
-
-/// Carries `more` letters each way over every line, beginning with `moment` after half of them.
-/// True if all arrived once, in order and unchanged.
-bool carry(std::initializer_list<Node*> nodes, std::initializer_list<Line*> lines, uint64_t more,
-           const std::function<void()>& moment = {}) {
-  std::vector<uint64_t> aims;
-  for (Line* line : lines) aims.push_back(line->x.received + more);
-  bool happened = !moment;
-  const bool in_time = turn(nodes, [&] {
-    size_t i = 0;
-    bool all = true, half = true;
-    for (Line* line : lines) {
-      const uint64_t aim = aims[i++];
-      if (line->x.ended || line->y.ended) return true;
-      line->write(happened ? aim : aim - more / 2);
-      all = all && line->x.received == aim && line->y.received == aim;
-      half = half && line->x.received >= aim - more / 2;
-    }
-    if (half && !happened) {
-      happened = true;
-      moment();
-      return false;
-    }
-    return all;
-  });
-  bool good = in_time && happened;
-  for (Line* line : lines) {
-    if (line->x.ended) MESSAGE(line->x.ended->message());
-    if (line->y.ended) MESSAGE(line->y.ended->message());
-    good = good && !line->x.ended && !line->y.ended && line->x.wrong == 0 && line->y.wrong == 0;
-  }
-  return good;
-}
+using namespace testing;
 
 /// `line` goes down on both sides, `other` does not notice. `more`: letters that it has to carry.
 void check_only_one_ends(std::initializer_list<Node*> nodes, Line& line, Line& other,
@@ -512,7 +221,7 @@ FAULT_TEST("a device that answers nothing for a while is never given more than i
   FAKE(fake_verbs_hold)(line.x_queue_pair(), false);
   FAKE(fake_verbs_hold)(line.y_queue_pair(), false);
   CHECK(carry({&a, &b}, {&line}, 100));
-  REQUIRE(turn({&a, &b}, [&] { return line.x.reads == kReads; }));
+  REQUIRE(turn({&a, &b}, [&] { return line.x.reads.size() == kReads; }));
 }
 
 FAULT_TEST("closing a connection whose device does not answer takes as long as it may") {
@@ -660,7 +369,7 @@ FAULT_TEST("reads that a broken path lost are done again, each once") {
   auto region = a.fabric->register_memory(copy.data(), copy.size(), Access::kRemoteWrite);
   for (const bool delivered : {true, false}) {
     FAKE(fake_verbs_complete)(line.x_queue_pair(), IBV_WC_RETRY_EXC_ERR, 20, delivered);
-    const uint64_t before = line.x.reads;
+    const size_t before = line.x.reads.size();
     for (uint64_t i = 0; i < 50; ++i) {
       REQUIRE(
           line.x_end()
@@ -669,9 +378,9 @@ FAULT_TEST("reads that a broken path lost are done again, each once") {
                      i)
               .ok());
     }
-    REQUIRE(turn({&a, &b}, [&] { return line.x.reads >= before + 50; }));
+    REQUIRE(turn({&a, &b}, [&] { return line.x.reads.size() >= before + 50; }));
     CHECK(carry({&a, &b}, {&line}, 20));
-    CHECK(line.x.reads == before + 50);
+    CHECK(line.x.reads.size() == before + 50);
   }
 }
 
@@ -947,32 +656,8 @@ FAULT_TEST("whatever breaks whenever, no letter is lost, changed or doubled") {
     CAPTURE(round);
     REQUIRE(carry({&a, &b, &c}, {&first, &second, &third}, 60, [&] {
       // One fault, or several at once.
-      for (uint32_t i = 0; i <= random() % 3; ++i) {
-        Line& line = *lines[random() % lines.size()];
-        const bool at_x = random() % 2 == 0;
-        const auto& endpoint =
-            static_cast<verbs::VerbsEndpoint&>(at_x ? *line.x_end() : *line.y_end());
-        if (endpoint.queue_pair() == nullptr) continue;  // is broken just now
-        const uint32_t number = endpoint.queue_pair()->number();
-        const char* device = random() % 2 == 0 ? "fake0" : "fake1";
-        constexpr std::array kStatuses{IBV_WC_RETRY_EXC_ERR, IBV_WC_WR_FLUSH_ERR,
-                                       IBV_WC_RESP_TIMEOUT_ERR, IBV_WC_FATAL_ERR};
-        switch (random() % 4) {
-          case 0:
-          case 1:
-            FAKE(fake_verbs_complete)(number, kStatuses[random() % kStatuses.size()], random() % 30,
-                                      random() % 2 == 0);
-            break;
-          case 2:
-            FAKE(fake_verbs_complete_receive)(number, IBV_WC_WR_FLUSH_ERR);
-            FAKE(fake_verbs_raise)(nullptr, IBV_EVENT_QP_FATAL, number);
-            break;
-          case 3:
-            FAKE(fake_verbs_raise)(device, IBV_EVENT_PORT_ERR, 0);
-            FAKE(fake_verbs_raise)(device, IBV_EVENT_PORT_ACTIVE, 0);
-            break;
-        }
-      }
+      for (uint32_t i = 0; i <= random() % 3; ++i)
+        break_somehow(*lines[random() % lines.size()], random);
     }));
   }
 }
@@ -985,10 +670,10 @@ constexpr size_t kElements = 5000;
 constexpr size_t kPartitionBytes = 1024;
 constexpr int kTimeoutMs = 20'000;
 
-TransportOptions over(const std::string& device) {
+TransportOptions over(const VerbsOptions& verbs) {
   TransportOptions options;
   options.name = "verbs";
-  options.verbs = on(device);
+  options.verbs = verbs;
   return options;
 }
 
@@ -998,9 +683,9 @@ std::vector<std::byte> token_of(uint32_t worker) {
   return token;
 }
 
-/// One server, on fake1, and workers, on fake0.
+/// One server, on fake1, and workers, on fake0; `striped`: all on both.
 struct Job {
-  explicit Job(uint32_t count, bool connected = true) {
+  explicit Job(uint32_t count, bool connected = true, bool striped = false) {
     spec.mode = FlowMode::kAverage;
     spec.leaves.push_back({DType::kFloat32, kElements});
     constexpr uint64_t kPiece = kPartitionBytes / sizeof(float);
@@ -1011,7 +696,7 @@ struct Job {
     options.job = "faults";
     options.partition_bytes = kPartitionBytes;
     options.slots_per_worker = 4;
-    options.transport = over("fake1");
+    options.transport = over(striped ? on({"fake1", "fake0"}) : on("fake1"));
     auto made = ServerEngine::create(options);
     REQUIRE_MESSAGE(made.ok(), made.status().message());
     server = made.value();
@@ -1022,7 +707,7 @@ struct Job {
       worker.worker = w;
       worker.job = "faults";
       worker.incarnation = 1;
-      worker.transport = over("fake0");
+      worker.transport = over(striped ? on({"fake0", "fake1"}) : on("fake0"));
       workers.push_back(WorkerEngine::create(worker).value());
       if (!connected) continue;
       const Status status = connect(w);
@@ -1058,19 +743,22 @@ class Exchange {
 }  // namespace
 
 FAULT_TEST("steps go on over a port that goes down and comes back") {
-  Devices devices;
-  Job job(2);
-  for (int64_t step = 0; step < 30; ++step) {
-    Exchange first(*job.workers[0], step, 1.0f), second(*job.workers[1], step, 3.0f);
-    if (step % 10 == 5) {
-      const char* device = step % 20 == 5 ? "fake0" : "fake1";
-      FAKE(fake_verbs_raise)(device, IBV_EVENT_PORT_ERR, 0);
-      FAKE(fake_verbs_raise)(device, IBV_EVENT_PORT_ACTIVE, 0);
-    }
-    for (Exchange* one : {&first, &second}) {
-      const Status status = one->wait();
-      REQUIRE_MESSAGE(status.ok(), status.message());
-      CHECK(one->values == std::vector<float>(kElements, 2.0f));
+  for (const bool striped : {false, true}) {
+    CAPTURE(striped);
+    Devices devices;
+    Job job(2, /*connected=*/true, striped);
+    for (int64_t step = 0; step < 30; ++step) {
+      Exchange first(*job.workers[0], step, 1.0f), second(*job.workers[1], step, 3.0f);
+      if (step % 10 == 5) {
+        const char* device = step % 20 == 5 ? "fake0" : "fake1";
+        FAKE(fake_verbs_raise)(device, IBV_EVENT_PORT_ERR, 0);
+        FAKE(fake_verbs_raise)(device, IBV_EVENT_PORT_ACTIVE, 0);
+      }
+      for (Exchange* one : {&first, &second}) {
+        const Status status = one->wait();
+        REQUIRE_MESSAGE(status.ok(), status.message());
+        CHECK(one->values == std::vector<float>(kElements, 2.0f));
+      }
     }
   }
 }
