@@ -404,10 +404,21 @@ FAULT_TEST("what a peer writes at once before it closes is not lost with its las
     Line line(a, b, 0, Line::Begun());
     line.enrol();
     line.x.any_order = line.y.any_order = true;
+    FAKE(fake_verbs_stall_rtr)(true);
+    REQUIRE(turn({&a, &b}, [&] {
+      line.meet();
+      return FAKE(fake_verbs_stalled)() == 2 && queue_pairs() == 4;
+    }));
+    settle({&a, &b});
+    FAKE(fake_verbs_stall_rtr)(false);
+    // b is ready first, and looks next when all is said.
+    for (int k = 0; k < 10; ++k) {
+      b.poll();
+      b.fabric->wait(1);
+    }
     const auto deadline = Clock::now() + kPatience;
     while (!line.x.connected && Clock::now() < deadline) {
       a.poll();
-      line.meet();
       if (!line.x.connected) b.poll();
     }
     REQUIRE(line.x.connected);
