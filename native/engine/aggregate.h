@@ -32,6 +32,7 @@ struct Reply {
   fabric::RemoteSlice target;
   uint32_t tag;
   int64_t wanted;
+  uint32_t slot;  ///< in which it was asked for
 };
 
 struct Aggregate;
@@ -54,6 +55,7 @@ struct Piece {
   std::vector<Contribution> waiting;   ///< arrived, not being summed
   std::vector<Contribution> reducing;  ///< in the hands of a reducing thread
   std::vector<Source> sources;         ///< of `reducing`
+  std::vector<Contribution> owed;      ///< summed; their slots are not yet given back
   bool busy = false;               ///< `reducing` and the accumulator belong to a reducing thread
   std::vector<Reply> replies;      ///< not yet posted
   uint32_t replies_in_flight = 0;  ///< writes that read `result`

@@ -78,8 +78,7 @@ struct Outgoing {
 struct Write {
   EndpointId endpoint = 0;
   Piece* piece = nullptr;            ///< the source is its result
-  std::shared_ptr<Landing> landing;  ///< the source is this slot
-  uint32_t slot = 0;
+  std::shared_ptr<Landing> landing;  ///< the source is one of its slots
 };
 
 struct Connection {
@@ -107,8 +106,9 @@ struct Member {
 };
 
 /// Where `from` waits for a partition to reach step `wanted`.
-Reply reply_to(const Connection& from, const wire::Header& header, int64_t wanted) {
-  return {from.worker, from.id, {header.reply_address, header.reply_key}, header.reply_tag, wanted};
+Reply reply_to(const Connection& from, const wire::Header& header, uint32_t slot, int64_t wanted) {
+  return {from.worker,      from.id, {header.reply_address, header.reply_key},
+          header.reply_tag, wanted,  slot};
 }
 
 class Engine final : public ServerEngine {
@@ -168,6 +168,7 @@ class Engine final : public ServerEngine {
   void ready(Aggregate& flow);
   void send_replies(Piece& piece);
   void send_slot(Piece& piece);
+  wire::Answer give_back(Piece& piece, const Reply& to);
 
   void free_slot(const std::shared_ptr<Landing>& landing, uint32_t slot, EndpointId endpoint);
   void say(EndpointId endpoint, wire::Answer what, uint32_t tag);
@@ -214,7 +215,6 @@ class Engine final : public ServerEngine {
   std::vector<RequestId> free_writes_;
   std::vector<RequestId> lost_writes_;
   std::vector<uint32_t> departed_;
-  uint32_t slots_in_flight_ = 0;   ///< they are given back when their write is done
   bool awaits_writes_ = false;     ///< a sum or an update waits until answers have gone out
   bool sleeps_patiently_ = false;  ///< the progress thread, if it sleeps
   bool leaving_ = false;           ///< somebody is about to depart
@@ -345,6 +345,7 @@ void Engine::close() {
     for (Piece& piece : flow->pieces) {
       piece.waiting.clear();
       piece.reducing.clear();
+      piece.owed.clear();
     }
     flow->accumulators.withdraw();
     flow->results.withdraw();
@@ -705,7 +706,7 @@ void Engine::push(Connection& from, const wire::Header& header, uint32_t slot, P
   if (header.step < piece.version) return refuse(from, header, slot, wire::Answer::kStale);
   if (header.step > piece.version) return refuse(from, header, slot, wire::Answer::kAhead);
 
-  const Reply reply = reply_to(from, header, header.step + 1);
+  const Reply reply = reply_to(from, header, slot, header.step + 1);
   if (piece.contributed[from.worker]) {
     ++duplicates_;
     recorder_.add(Stage::kDropped, header.flow, header.step, header.partition,
@@ -733,7 +734,7 @@ void Engine::push(Connection& from, const wire::Header& header, uint32_t slot, P
 }
 
 void Engine::pull(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
-  piece.replies.push_back(reply_to(from, header, header.step));
+  piece.replies.push_back(reply_to(from, header, slot, header.step));
   free_slot(from.landing, slot, from.id);
   send_replies(piece);
 }
@@ -754,7 +755,7 @@ void Engine::init(Connection& from, const wire::Header& header, uint32_t slot, P
   std::memcpy(piece.result, from.landing->payload(slot), piece.bytes());
   piece.initialised = true;
   flow.init_step = header.step;
-  piece.replies.push_back(reply_to(from, header, header.step));
+  piece.replies.push_back(reply_to(from, header, slot, header.step));
   free_slot(from.landing, slot, from.id);
   if (++flow.initialised == flow.pieces.size()) {
     flow.updating = true;
@@ -792,18 +793,20 @@ void Engine::advance(Piece& piece) {
 void Engine::finish(Piece& piece) {
   piece.busy = false;
   piece.summed += static_cast<uint32_t>(piece.reducing.size());
-  const std::vector<Contribution> summed = std::exchange(piece.reducing, {});
-  for (const Contribution& each : summed) {
+  for (Contribution& each : piece.reducing) {
     recorder_.add(Stage::kConsumed, piece.flow->spec.id, piece.version, piece.partition,
                   static_cast<uint16_t>(each.worker));
+    piece.owed.push_back(std::move(each));
   }
+  piece.reducing.clear();
   if (piece.summed == options_.workers) {
     complete(piece);
   } else {
     advance(piece);
   }
-  // After the answers, for which everybody waits.
-  for (const Contribution& each : summed) free_slot(each.landing, each.slot, each.endpoint);
+  // After the answers, for which everybody waits, and which have given some back.
+  for (const Contribution& each : piece.owed) free_slot(each.landing, each.slot, each.endpoint);
+  piece.owed.clear();
 }
 
 void Engine::complete(Piece& piece) {
@@ -853,11 +856,13 @@ void Engine::send_slot(Piece& piece) {
   Write write;
   write.endpoint = to.endpoint;
   write.landing = from.landing;
-  write.slot = from.slot;
-  ++slots_in_flight_;
+  // The worker writes into the slot again once it has the whole answer: what is sent is not needed
+  // then, whether or not kWriteDone has come. A device that repeats it for a lost acknowledgement
+  // is not listened to (InfiniBand specification, duplicate requests).
+  from.landing->free(from.slot);
   post(to.endpoint,
        {from.landing->slab.slice(from.landing->payload(from.slot), piece.bytes()), to.target,
-        wire::answer(wire::Answer::kResult, to.tag), begin_write(std::move(write))});
+        wire::answer(wire::Answer::kResultAndCredit, to.tag), begin_write(std::move(write))});
 }
 
 void Engine::send_replies(Piece& piece) {
@@ -875,10 +880,22 @@ void Engine::send_replies(Piece& piece) {
     ++flow.replies_in_flight;
     bytes_pulled_ += piece.bytes();
     post(reply->endpoint,
-         {flow.result_slice(piece), reply->target, wire::answer(wire::Answer::kResult, reply->tag),
-          begin_write(std::move(write))});
+         {flow.result_slice(piece), reply->target,
+          wire::answer(give_back(piece, *reply), reply->tag), begin_write(std::move(write))});
   }
   piece.replies.erase(due, piece.replies.end());
+}
+
+/// As what `to` is answered: together with its slot, where that has only now become free.
+wire::Answer Engine::give_back(Piece& piece, const Reply& to) {
+  const auto found =
+      std::find_if(piece.owed.begin(), piece.owed.end(), [&](const Contribution& each) {
+        return each.endpoint == to.endpoint && each.slot == to.slot;
+      });
+  if (found == piece.owed.end()) return wire::Answer::kResult;
+  found->landing->free(found->slot);
+  piece.owed.erase(found);
+  return wire::Answer::kResultAndCredit;
 }
 
 // --- What goes out.
@@ -937,10 +954,6 @@ void Engine::end_write(RequestId request) {
   writes_[request - 1] = Write();
   free_writes_.push_back(request);
   if (free_writes_.size() == writes_.size()) awaits_writes_ = false;
-  if (write.landing != nullptr) {
-    --slots_in_flight_;
-    free_slot(write.landing, write.slot, write.endpoint);
-  }
   if (write.piece == nullptr) return;
   Aggregate& flow = *write.piece->flow;
   --flow.replies_in_flight;
@@ -957,7 +970,7 @@ void Engine::settle() {
 }
 
 bool Engine::patient() const {
-  return !awaits_writes_ && slots_in_flight_ <= std::min(2u, options_.slots_per_worker / 2) &&
+  return !awaits_writes_ &&
          std::all_of(connections_.begin(), connections_.end(),
                      [](const auto& entry) { return entry.second.outgoing.empty(); });
 }

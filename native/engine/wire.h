@@ -69,6 +69,8 @@ enum class Answer : uint8_t {
   kCredit = 2,  ///< the slot may be written again; low bits: slot
   kStale = 3,   ///< the step was already aggregated without this push; low bits: tag
   kAhead = 4,   ///< the step is beyond the one that is being aggregated; low bits: tag
+  /// kResult, and kCredit for the slot in which the request came: one message instead of two.
+  kResultAndCredit = 5,
 };
 inline constexpr uint32_t kTagBits = 24;
 inline constexpr uint32_t kTagMask = (1u << kTagBits) - 1;

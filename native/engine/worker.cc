@@ -169,6 +169,7 @@ class Engine final : public WorkerEngine {
   void connected(Server& server, const Event& event);
   void disconnected(size_t index, const Event& event);
   void received(size_t index, const Event& event);
+  bool credit(size_t index, uint32_t slot);
   void write_done(size_t index, uint32_t slot);
   void sent(Server& server, uint32_t tag);
   void violation(size_t index, const std::string& text);
@@ -861,12 +862,11 @@ void Engine::received(size_t index, const Event& event) {
   const wire::Answer what = wire::answer_kind(event.immediate);
   const uint32_t value = wire::answer_tag(event.immediate);
   if (what == wire::Answer::kCredit) {
-    if (value >= server.slots.size() || server.slots[value].granted || event.bytes != 0) {
-      violation(index, "credit for slot " + std::to_string(value) + ", which was not in its hands");
-      return;
+    if (event.bytes == 0) {
+      credit(index, value);
+    } else {
+      violation(index, "credit with data");
     }
-    server.slots[value].granted = true;
-    if (!server.slots[value].writing) server.free_slots.push_back(value);
     return;
   }
   if (value >= server.requests.size() || !server.requests[value].live ||
@@ -879,7 +879,7 @@ void Engine::received(size_t index, const Event& event) {
   const Flow& flow = *flows_[request.flow];
   const Partition& partition = flow.spec.partitions[request.partition];
   Status status;
-  if (what == wire::Answer::kResult) {
+  if (what == wire::Answer::kResult || what == wire::Answer::kResultAndCredit) {
     const size_t bytes = partition_bytes(partition, flow.spec.leaves[partition.leaf].dtype);
     const bool locating = request.kind == wire::Kind::kLocate;
     const size_t expected = locating ? sizeof(wire::Location) : bytes;
@@ -919,9 +919,22 @@ void Engine::received(size_t index, const Event& event) {
     violation(index, "unknown answer " + std::to_string(static_cast<uint32_t>(what)));
     return;
   }
+  if (what == wire::Answer::kResultAndCredit && !credit(index, request.slot)) return;
   request.answered = true;
   answered(request, status);
   if (request.sent) retire(server, value);
+}
+
+/// The server allows a slot to be written again; false if it was not in its hands.
+bool Engine::credit(size_t index, uint32_t slot) {
+  Server& server = servers_[index];
+  if (slot >= server.slots.size() || server.slots[slot].granted) {
+    violation(index, "credit for slot " + std::to_string(slot) + ", which was not in its hands");
+    return false;
+  }
+  server.slots[slot].granted = true;
+  if (!server.slots[slot].writing) server.free_slots.push_back(slot);
+  return true;
 }
 
 /// Counts an answer for whoever waits for it.

@@ -150,8 +150,8 @@ class Endpoint {
 };
 
 struct Options {
-  /// Writes that a peer may have in flight towards one of our endpoints. Told to the peer in the
-  /// hello.
+  /// Writes that a peer may have in flight towards one of our endpoints, over each device. Told in
+  /// the hello.
   uint32_t receive_depth = 4096;
   /// A connection that has not finished its hello after this is dropped.
   int hello_timeout_ms = 5000;

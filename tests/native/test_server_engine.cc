@@ -13,6 +13,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "engine/reduce.h"
@@ -106,6 +107,7 @@ class Peer {
   /// Writes into `slot` whatever its state, as a broken peer would.
   void write(uint32_t slot, const wire::Header& what, const void* payload, size_t bytes,
              uint32_t immediate) {
+    slot_of_tag_[what.reply_tag] = slot;
     std::vector<std::byte>& source = sources_.emplace_back(sizeof(what));
     std::memcpy(source.data(), &what, sizeof(what));
     const auto* begin = static_cast<const std::byte*>(payload);
@@ -169,6 +171,7 @@ class Peer {
   fabric::Hello hello;
   wire::LandingGrant grant{};
   std::deque<uint32_t> free_slots;
+  uint32_t messages = 0;  ///< answers and credits
   std::deque<fabric::Immediate> answers;
   bool connected = false;
   bool ended = false;
@@ -206,9 +209,15 @@ class Peer {
       case Kind::kReceived:
         if (wire::answer_kind(event.immediate) == wire::Answer::kCredit) {
           free_slots.push_back(wire::answer_tag(event.immediate));
+        } else if (wire::answer_kind(event.immediate) == wire::Answer::kResultAndCredit) {
+          const uint32_t tag = wire::answer_tag(event.immediate);
+          REQUIRE(slot_of_tag_.contains(tag));
+          free_slots.push_back(slot_of_tag_[tag]);
+          answers.push_back(wire::answer(wire::Answer::kResult, tag));
         } else {
           answers.push_back(event.immediate);
         }
+        ++messages;
         if (hold_releases) {
           ++held;
         } else {
@@ -220,6 +229,7 @@ class Peer {
     }
   }
 
+  std::unordered_map<uint32_t, uint32_t> slot_of_tag_;  ///< where it was last asked
   size_t result_bytes_;
   std::vector<std::byte> results_;
   std::deque<std::vector<std::byte>> sources_;
@@ -595,6 +605,7 @@ TEST_CASE(
   REQUIRE(first.connect(*server));
   REQUIRE(second.connect(*server));
   first.push(0, 0, 1, floats(8, 1.0f));
+  wait_stats(*server, [](const ServerStats& stats) { return stats.bytes_pushed > 0; });
   first.push(0, 0, 2, floats(8, 100.0f));
   wait_stats(*server, [](const ServerStats& stats) { return stats.duplicates == 1; });
   second.push(0, 0, 3, floats(8, 2.0f));
@@ -604,6 +615,31 @@ TEST_CASE(
   CHECK(first.result_as<float>(1, 8) == floats(8, 0.0f));
   first.wait([&] { return first.free_slots.size() == 4; });
   CHECK(first.answers.empty());
+}
+
+TEST_CASE("an answer brings its slot back where that became free with it") {
+  for (const uint32_t workers : {1u, 2u}) {
+    CAPTURE(workers);
+    auto server = make_server(options_for(workers));
+    REQUIRE(server->add_flow(flow_of(FlowMode::kAverage, DType::kFloat32, 1, 8)).ok());
+    Peer early(0);
+    Peer late(workers - 1);
+    if (workers == 2) {
+      REQUIRE(early.connect(*server));
+      early.push(0, 0, 1, floats(8, 1.0f));
+      early.wait([&] { return early.free_slots.size() == 4; });  // it may push more already
+    }
+    REQUIRE(late.connect(*server));
+    for (int64_t step = 0; step < 2; ++step) {
+      if (workers == 2 && step == 1) break;
+      late.push(0, step, 7, floats(8, 1.0f));
+      late.expect(wire::Answer::kResult, 7);
+      CHECK(late.free_slots.size() == 4);
+      CHECK(late.messages == step + 1);
+    }
+    if (workers == 2) early.expect(wire::Answer::kResult, 1);
+    CHECK(early.messages == (workers == 2 ? 2 : 0));
+  }
 }
 
 TEST_CASE("a stale gradient is counted, not applied, and its worker is told") {

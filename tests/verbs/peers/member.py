@@ -45,7 +45,7 @@ HEADER = struct.Struct("<IHBBIIqQQQ4I")
 HEADER_MAGIC = 0x5444524A
 VERSION = 4
 PUSH, LOCATE = 1, 4
-RESULT, CREDIT = 1, 2
+RESULT, CREDIT, RESULT_AND_CREDIT = 1, 2, 5
 GRANT = struct.Struct("<QQ4III")  # address, stride, keys of 4 devices, slots, 0
 LOCATION = struct.Struct("<QQQ4I")  # address, bytes, address of the seal, keys of 4 devices
 SEAL = struct.Struct("<Qq")  # sequence, step
@@ -292,8 +292,10 @@ def work(args: argparse.Namespace) -> None:
                 )
                 pair.put(0, header + mine[begin : begin + length])
                 member.write(0, HEADER.size + length, address, key, 0)
-                answers = sorted(member.next_immediate() for _ in range(2))
-                assert answers == [RESULT << 24 | 77, CREDIT << 24 | 0], answers
+                answers = [member.next_immediate()]
+                if answers != [RESULT_AND_CREDIT << 24 | 77]:  # the other worker was the later one
+                    answers = sorted([*answers, member.next_immediate()])
+                    assert answers == [RESULT << 24 | 77, CREDIT << 24 | 0], answers
                 got = pair.get(results, length)
                 assert got == means[begin : begin + length], f"step {step}: another mean came back"
         print("verified", flush=True)
