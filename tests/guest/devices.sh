@@ -40,6 +40,9 @@ rxe_pairs() {
     for ((index = 0; index < devices; index++)); do
         echo 1 >"/proc/sys/net/ipv4/conf/v$index/accept_local"
         echo 0 >"/proc/sys/net/ipv4/conf/v$index/rp_filter"
+        # One processor takes what arrives, in the order in which it was sent, as a cable would give it. Else packets
+        # of one queue pair that were sent on two processors overtake each other, and a sixth is sent again.
+        echo 1 >"/sys/class/net/v$index/queues/rx-0/rps_cpus"
         rdma link add "rxe$index" type rxe netdev "v$index" || return
     done
     for ((index = 0; index < devices; index++)); do
