@@ -69,9 +69,7 @@ Status Bundle::read(Slice local, RemoteSlice remote, RequestId request) {
 
 size_t Bundle::credits() const {
   if (!open_ || ending_) return 0;
-  size_t sum = 0;
-  for (const VerbsEndpoint* link : links_) sum += link->credits();
-  return sum;
+  return sum([](const VerbsEndpoint& link) -> uint64_t { return link.credits(); });
 }
 
 void Bundle::release(size_t count) {
@@ -86,22 +84,22 @@ void Bundle::release(size_t count) {
   }
 }
 
+uint64_t Bundle::sum(uint64_t (*of)(const VerbsEndpoint&)) const {
+  uint64_t total = 0;
+  for (const VerbsEndpoint* link : links_) total += link == nullptr ? 0 : of(*link);
+  return total;
+}
+
 size_t Bundle::outstanding() const {
-  size_t sum = 0;
-  for (const VerbsEndpoint* link : links_) sum += link == nullptr ? 0 : link->outstanding();
-  return sum;
+  return sum([](const VerbsEndpoint& link) -> uint64_t { return link.outstanding(); });
 }
 
 uint64_t Bundle::bytes_sent() const {
-  uint64_t sum = bytes_sent_;
-  for (const VerbsEndpoint* link : links_) sum += link == nullptr ? 0 : link->bytes_sent();
-  return sum;
+  return bytes_sent_ + sum([](const VerbsEndpoint& link) { return link.bytes_sent(); });
 }
 
 uint64_t Bundle::bytes_received() const {
-  uint64_t sum = bytes_received_;
-  for (const VerbsEndpoint* link : links_) sum += link == nullptr ? 0 : link->bytes_received();
-  return sum;
+  return bytes_received_ + sum([](const VerbsEndpoint& link) { return link.bytes_received(); });
 }
 
 void Bundle::close(Status why, bool flush) {

@@ -68,6 +68,7 @@ class Bundle final : public Endpoint {
   bool over() const { return over_; }
 
  private:
+  uint64_t sum(uint64_t (*of)(const VerbsEndpoint&)) const;
   void on_ended(VerbsEndpoint& link, const Status& why);
   void open();
   void fail_links();
