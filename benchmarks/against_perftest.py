@@ -8,8 +8,8 @@ from the call until every mean is there (copied, sent, summed), a pull from the 
 the worker's own buffers. In turn with them, `ib_write_bw` writes as many bytes in messages of one partition's size; it
 moves nothing else and sums nothing. `ib_write_lat` gives the time of one write of 4 KiB one way, of which a push and
 its pull are two; ours is the time from start to completion of an average of 4 KiB: once with threads that sleep until
-something arrives, and once with threads that look without sleeping for as long as it takes, as perftest's do. Values that
-came back are checked.
+something arrives, and once with threads that look without sleeping for as long as it takes, as perftest's do. Values
+that came back are checked.
 """
 
 import argparse
@@ -94,7 +94,7 @@ class Pair:
                 servers=1,
                 workers=1,
                 listen="127.0.0.1:0",
-                partition_bytes=max(LATENCY_BYTES, *(partition for partition, _ in sizes)),
+                partition_bytes=max([LATENCY_BYTES, *(partition for partition, _ in sizes)]),
                 verbs=verbs_options(far),
                 **common,
             )
