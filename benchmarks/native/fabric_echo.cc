@@ -32,7 +32,7 @@ size_t buffer_bytes = 0;  // of the largest job; set before the processes part
 
 struct Grant {
   uint64_t address;
-  uint32_t key;
+  RemoteKey key;
 };
 
 struct Job {
