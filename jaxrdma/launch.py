@@ -222,6 +222,13 @@ class _Child:
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
         self.code: int | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Asks it, and what it started, to end. How it ends then is no reason for a failure."""
+        self._stopped = self.code is None
+        self.signal(signal.SIGCONT)
+        self.signal_group(signal.SIGTERM)
 
     def signal(self, number: int) -> None:
         """To the process alone."""
@@ -236,12 +243,16 @@ class _Child:
     @property
     def exit_code(self) -> int:
         code = self.code or 0
-        return 128 - code if code < 0 else code
+        if code < 0:
+            return 1 if self._stopped else 128 - code
+        return code
 
     @property
     def end(self) -> str:
         code = self.code or 0
-        return f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:
+            return "did not end by itself" if self._stopped else f"killed by {_signal_name(-code)}"
+        return f"ended with exit code {code}"
 
 
 @dataclass
@@ -536,8 +547,7 @@ class _Launcher:
             return
         self._stopping = True
         for child in self._children:
-            child.signal(signal.SIGCONT)
-            child.signal_group(signal.SIGTERM)
+            child.stop()
         self._after(KILL_SECONDS, self._kill)
 
     def _kill(self) -> None:

@@ -47,6 +47,9 @@ try:
     if spec.index == 1:
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raises and stays":
+            client.send(Failed("raised", "ValueError: x"))
+            time.sleep(60)
         if what == "raises":
             client.send(Failed("raised", "ValueError: x"))
             client.close()
@@ -200,6 +203,15 @@ def test_the_cause_gives_the_code_even_if_it_ends_last(launch, scripts):
     assert code == 3, err
     assert "worker 1 failed first: ended with exit code 3; worker 1 (" in err
     assert "ValueError: x" in err.strip().splitlines()[-1]
+
+
+@cluster_test
+def test_a_cause_that_has_to_be_stopped_was_not_killed_by_others(launch, scripts):
+    code, _, err = launch(*two(scripts, "raises and stays")).end()
+    assert code == 1, err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("jaxrdma: worker 1 failed first: did not end by itself; worker 1 ("), err
+    assert "ValueError: x" in last
 
 
 @cluster_test
