@@ -132,9 +132,8 @@ class Session:
         self._spec = spec
         self._flows = step.open_session(self.id)
         self._models: list[_Model] = []
-        self._read_lock = (
-            threading.Lock()
-        )  # one read at a time: the engine remembers the step of the last one
+        # One read at a time: the engine remembers the step of the last one.
+        self._read_lock = threading.Lock()
         self._readable: set[int] = set()  # models with memory to read into
         self._closed = False
         self._close_lock = threading.Lock()
