@@ -156,7 +156,7 @@ class Engine(Process):
 
 
 class Job:
-    """The processes of one test: a server on rxe1, two workers on rxe0, so that all bytes cross the cable."""
+    """The processes of one test: a server on rxe1, two workers on rxe0, or on others: all bytes cross a cable."""
 
     def __init__(self) -> None:
         self.processes: list[Process] = []
@@ -179,11 +179,18 @@ class Job:
         self.processes.append(process)
         return process
 
-    def train(self, *options: str, verbs: tuple[str, ...] = QUICK) -> tuple[Process, list[Process]]:
-        server = self.start("server", "0", *options, "--verbs", "device=rxe1", *verbs)
+    def train(
+        self,
+        *options: str,
+        verbs: tuple[str, ...] = QUICK,
+        server_devices: str = "rxe1",
+        worker_devices: str = "rxe0",
+    ) -> tuple[Process, list[Process]]:
+        theirs, ours = f"device={server_devices}", f"device={worker_devices}"
+        server = self.start("server", "0", *options, "--verbs", theirs, *verbs)
         address = server.wait_for("^listening (.*)$")[1]
         workers = [
-            self.start("worker", str(i), address, *options, "--verbs", "device=rxe0", *verbs)
+            self.start("worker", str(i), address, *options, "--verbs", ours, *verbs)
             for i in range(2)
         ]
         return server, workers
@@ -191,6 +198,23 @@ class Job:
     def end(self) -> None:
         for process in self.processes:
             process.end()
+
+
+def finished_well(workers: list[Process]) -> None:
+    for worker in workers:
+        worker.finish("done")
+
+
+def named_the_link(server: Process, workers: list[Process], *also: str) -> None:
+    """All know of the link between rxe0 and rxe1, broken for 3 s; the workers ended and said `also` too."""
+    for worker in workers:
+        assert worker.wait() == 3, worker.output
+        said = worker.wait_for("^failed UNAVAILABLE: ").string
+        assert "server 0" in said and "the link between rxe0 port 1 here and" in said, said
+        assert "rxe1 port 1" in said and "did not come back within 3 s" in said, said
+        assert all(text in said for text in also), said
+    for index in range(2):
+        server.wait_for(rf"^WORKER_LOST worker {index}: .*link")
 
 
 def run(*command: str) -> None:

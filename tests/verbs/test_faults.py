@@ -5,15 +5,18 @@ import time
 
 import pytest
 
-from tests.verbs.job import QUICK, Job, Process, plug_the_cable, pull_the_cable, run
+from tests.verbs.job import (
+    QUICK,
+    Job,
+    finished_well,
+    named_the_link,
+    plug_the_cable,
+    pull_the_cable,
+    run,
+)
 
 # Where it is not the bytes that take the time: the means are checked on an emulated processor.
 SMALL = ("--elements", "10000", "--partition-bytes", "16384")
-
-
-def finished_well(workers: list[Process]) -> None:
-    for worker in workers:
-        worker.finish("done")
 
 
 @pytest.mark.timeout(120)
@@ -46,14 +49,7 @@ def test_a_cable_pulled_for_good_is_named_on_both_sides(job: Job) -> None:
     )
     workers[0].wait_for("^step 5$")
     pull_the_cable()
-    for worker in workers:
-        assert worker.wait() == 3, worker.output
-        said = worker.wait_for("^failed UNAVAILABLE: ").string
-        assert "server 0" in said and "the link between rxe0 port 1 here and" in said, said
-        assert "rxe1 port 1" in said and "did not come back within 3 s" in said, said
-        assert "port 1 of rxe0 on this side went down" in said, said
-    for index in range(2):
-        server.wait_for(rf"^WORKER_LOST worker {index}: .*link")
+    named_the_link(server, workers, "port 1 of rxe0 on this side went down")
 
 
 @pytest.mark.timeout(120)
