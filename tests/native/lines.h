@@ -7,6 +7,7 @@
 
 #include <dlfcn.h>
 #include <doctest/doctest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -130,6 +131,9 @@ inline VerbsOptions on(const char* device, int link_timeout_ms = 20'000) {
   return on({device}, link_timeout_ms);
 }
 
+/// Tests beside this one may listen where a node of this one has just done so.
+inline std::string job_of_this_process() { return "faults " + std::to_string(getpid()); }
+
 /// One process's fabric.
 class Node {
  public:
@@ -137,11 +141,14 @@ class Node {
     auto made = make_verbs_fabric(options, verbs);
     REQUIRE_MESSAGE(made.ok(), made.status().message());
     fabric = std::move(made.value());
-    auto listening = fabric->listen("127.0.0.1:0", [this](EndpointId id, const Hello& hello) {
-      accepted[hello.worker] = id;
-      ++asked;
-      return std::vector<std::byte>();
-    });
+    auto listening = fabric->listen(
+        "127.0.0.1:0", [this](EndpointId id, const Hello& hello) -> Result<std::vector<std::byte>> {
+          if (hello.job != job_of_this_process())
+            return Status(jaxrdma::Code::kPermissionDenied, "another test's");
+          accepted[hello.worker] = id;
+          ++asked;
+          return std::vector<std::byte>();
+        });
     REQUIRE(listening.ok());
     address = listening.value();
   }
@@ -216,7 +223,7 @@ inline bool turn(std::initializer_list<Node*> nodes, const std::function<bool()>
 
 inline Hello hello_of(uint32_t number) {
   Hello hello;
-  hello.job = "faults";
+  hello.job = job_of_this_process();
   hello.worker = number;
   hello.token.resize(Hello::kTokenBytes);
   return hello;

@@ -448,10 +448,10 @@ FAULT_TEST("closing before all links are there ends those that are") {
       REQUIRE(turn({&a, &b}, [&] { return line.x.ended.has_value(); }));
       check_says(*line.x.ended, {"no more"});
       FAKE(fake_verbs_stall_rtr)(false);
-      REQUIRE(turn({&a, &b}, [&] { return queue_pairs() == 0; }));
+      // A setup lets go of its queue pair before its fabric hears of it and lets the link go.
+      REQUIRE(turn({&a, &b}, [&] { return queue_pairs() == 0 && line.y_end() == nullptr; }));
       CHECK(!line.x.connected);
       CHECK(!line.y.connected);
-      CHECK(line.y_end() == nullptr);
       Line later(a, b, 1);
       CHECK(carry({&a, &b}, {&later}, 50));
     }
@@ -498,12 +498,11 @@ FAULT_TEST("a further link that cannot be made ends the connection, and its devi
       Line line(a, b, 0, Line::Begun());
       REQUIRE(turn({&a, &b}, [&] {
         line.meet();
-        return line.x.ended.has_value() && queue_pairs() == 0;
+        return line.x.ended.has_value() && queue_pairs() == 0 && line.y_end() == nullptr;
       }));
       check_says(*line.x.ended, {"fake1", "Cannot allocate memory"});
       CHECK(!line.x.connected);
       CHECK(!line.y.connected);
-      CHECK(line.y_end() == nullptr);
       Line next(a, b, 1);
       CHECK(carry({&a, &b}, {&next}, 50));
     }
@@ -677,10 +676,9 @@ FAULT_TEST("each link is taken once, in any order") {
   liar.fabric->endpoint(id)->close({Code::kCancelled, "gone"}, /*flush=*/true);
   REQUIRE(turn({&b}, [&] {
     liar.poll();
-    return queue_pairs() == 0;
+    return queue_pairs() == 0 && b.fabric->endpoint(b.accepted[0]) == nullptr;
   }));
   CHECK(liar.say(b, hello_of(0), liar.parameters(3, bundle)).code() == Code::kPermissionDenied);
-  CHECK(b.fabric->endpoint(b.accepted[0]) == nullptr);
 }
 
 FAULT_TEST("a connection that is ending takes no further link") {
@@ -708,8 +706,8 @@ FAULT_TEST("a connection whose other links never come is given up") {
   CHECK(bundle->deadline_ns() != verbs::kNever);
   bundle->on_deadline();
   check_says(liar.ended(b, liar.id), {"was not made in time", "of its 2 links"});
-  REQUIRE(turn({&b}, [&] { return queue_pairs() == 0; }));
-  CHECK(b.fabric->endpoint(b.accepted[0]) == nullptr);
+  REQUIRE(turn({&b},
+               [&] { return queue_pairs() == 0 && b.fabric->endpoint(b.accepted[0]) == nullptr; }));
 }
 
 #endif
