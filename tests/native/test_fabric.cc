@@ -494,7 +494,9 @@ TRANSPORT_TEST("a peer that never listens is given up in time, with the reason")
 }
 
 TRANSPORT_TEST("close with flush delivers everything posted, and the reason") {
-  Pair pair(transport);
+  Options options;
+  options.close_timeout_ms = 20'000;  // an emulated machine moves so much in a second or two
+  Pair pair(transport, options);
   auto source = pattern(20 << 20, 9);
   std::vector<std::byte> memory(source.size());
   const auto from = pair.a.region(source);
