@@ -62,6 +62,7 @@ class FlowSpec:
         dtypes: Sequence[DType],
         elements: Sequence[int],
         partitions: Sequence[Sequence[int]],
+        held: int = 0,
     ) -> None: ...
     @property
     def id(self) -> int: ...
@@ -69,7 +70,7 @@ class FlowSpec:
 DEFAULT_SPIN_US: int = 0
 
 MOST_DEVICES: int = 4
-PROTOCOL_VERSION: int = 4
+PROTOCOL_VERSION: int = 5
 
 TOKEN_BYTES: int = 16
 
@@ -231,6 +232,8 @@ class ServerEvent:
 
         CLOSED = 7
 
+        GRADIENT = 8
+
     @property
     def kind(self) -> ServerEvent.Kind: ...
     @property
@@ -241,6 +244,8 @@ class ServerEvent:
     def worker(self) -> int: ...
     @property
     def text(self) -> str: ...
+    @property
+    def gradient(self) -> tuple[int, int, int]: ...
 
 class ServerStats:
     @property
@@ -287,6 +292,13 @@ class ServerEngine:
         self, flow: int, leaf: int
     ) -> Annotated[NDArray[numpy.uint8], {"shape": (None,), "device": "cpu"}] | Status: ...
     def publish(self, flow: int, step: int) -> Status: ...
+    def aggregate(
+        self, flow: int, step: int, gradients: Sequence[tuple[int, int, int]]
+    ) -> Status: ...
+    def drop(self, flow: int, gradient: tuple[int, int, int]) -> Status: ...
+    def answer(
+        self, flow: int, gradient: tuple[int, int, int], step: int, accepted: bool
+    ) -> Status: ...
     def mark_left(self, worker: int) -> None: ...
     def stats(self) -> ServerStats: ...
     def records(self) -> bytes: ...

@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,6 +14,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -173,10 +175,11 @@ void bind_common(nb::module_& m) {
           "__init__",
           [](FlowSpec* self, uint16_t id, FlowMode mode, const std::vector<DType>& dtypes,
              const std::vector<uint64_t>& elements,
-             const std::vector<std::vector<uint64_t>>& partitions) {
+             const std::vector<std::vector<uint64_t>>& partitions, uint32_t held) {
             FlowSpec spec;
             spec.id = id;
             spec.mode = mode;
+            spec.held = held;
             for (size_t i = 0; i < dtypes.size() && i < elements.size(); ++i) {
               spec.leaves.push_back({dtypes[i], elements[i]});
             }
@@ -189,7 +192,7 @@ void bind_common(nb::module_& m) {
             new (self) FlowSpec(std::move(spec));
           },
           nb::arg("id"), nb::arg("mode"), nb::arg("dtypes"), nb::arg("elements"),
-          nb::arg("partitions"))
+          nb::arg("partitions"), nb::arg("held") = 0)
       .def_ro("id", &FlowSpec::id);
   const auto set_gid = [](fabric::VerbsSource& self, const nb::bytes& gid) {
     if (gid.size() != self.gid.size()) throw nb::value_error("a GID has 16 bytes");
@@ -314,6 +317,12 @@ std::variant<Bytes, Status> view(nb::handle engine, Result<LeafShard> shard) {
   return Bytes(piece.data, {bytes}, engine);
 }
 
+/// A gradient as Python names it: worker, incarnation, sequence.
+using GradientName = std::tuple<uint32_t, uint64_t, uint32_t>;
+GradientId gradient_id(const GradientName& name) {
+  return {std::get<0>(name), std::get<1>(name), std::get<2>(name)};
+}
+
 void bind_server(nb::module_& m) {
   nb::class_<ServerEvent> event(m, "ServerEvent");
   nb::enum_<ServerEvent::Kind>(event, "Kind")
@@ -324,12 +333,17 @@ void bind_server(nb::module_& m) {
       .value("VIOLATION", ServerEvent::Kind::kViolation)
       .value("STRANDED", ServerEvent::Kind::kStranded)
       .value("WOKEN", ServerEvent::Kind::kWoken)
-      .value("CLOSED", ServerEvent::Kind::kClosed);
+      .value("CLOSED", ServerEvent::Kind::kClosed)
+      .value("GRADIENT", ServerEvent::Kind::kGradient);
   event.def_ro("kind", &ServerEvent::kind)
       .def_ro("flow", &ServerEvent::flow)
       .def_ro("step", &ServerEvent::step)
       .def_ro("worker", &ServerEvent::worker)
-      .def_ro("text", &ServerEvent::text);
+      .def_ro("text", &ServerEvent::text)
+      .def_prop_ro("gradient", [](const ServerEvent& self) {
+        const GradientId& id = self.gradient;
+        return std::tuple(id.worker, id.incarnation, id.sequence);
+      });
   nb::class_<ServerStats>(m, "ServerStats")
       .def_ro("bytes_pushed", &ServerStats::bytes_pushed)
       .def_ro("bytes_pulled", &ServerStats::bytes_pulled)
@@ -386,6 +400,26 @@ void bind_server(nb::module_& m) {
           },
           nb::arg("flow"), nb::arg("leaf"))
       .def("publish", &ServerEngine::publish, nb::arg("flow"), nb::arg("step"), Unlocked())
+      .def(
+          "aggregate",
+          [](ServerEngine& self, uint16_t flow, int64_t step,
+             const std::vector<GradientName>& set) {
+            std::vector<GradientId> ids;
+            for (const GradientName& name : set) ids.push_back(gradient_id(name));
+            return self.aggregate(flow, step, ids);
+          },
+          nb::arg("flow"), nb::arg("step"), nb::arg("gradients"), Unlocked())
+      .def(
+          "drop",
+          [](ServerEngine& self, uint16_t flow, const GradientName& gradient) {
+            return self.drop(flow, gradient_id(gradient));
+          },
+          nb::arg("flow"), nb::arg("gradient"), Unlocked())
+      .def(
+          "answer",
+          [](ServerEngine& self, uint16_t flow, const GradientName& gradient, int64_t step,
+             bool accepted) { return self.answer(flow, gradient_id(gradient), step, accepted); },
+          nb::arg("flow"), nb::arg("gradient"), nb::arg("step"), nb::arg("accepted"), Unlocked())
       .def("mark_left", &ServerEngine::mark_left, nb::arg("worker"), Unlocked())
       .def("stats", &ServerEngine::stats, Unlocked())
       .def("records", [](const ServerEngine& self) { return to_bytes(self.records()); })

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 namespace jaxrdma {
 namespace {
@@ -55,8 +56,24 @@ Reduction Piece::reduction(uint32_t workers) {
 }
 
 fabric::Slice Aggregate::result_slice(const Piece& piece) const {
+  if (held != nullptr) {
+    const Slab& copy = held->current->slab;
+    const ptrdiff_t offset = piece.result - (results.pages.data() + parameters_at);
+    return copy.slice(copy.pages.data() + Version::parameters_at() + offset, piece.bytes());
+  }
   const bool own = update() || piece.dtype != accumulator_dtype(piece.dtype);
   return (own ? results : accumulators).slice(piece.result, piece.bytes());
+}
+
+void Aggregate::copy_parameters(Version& version, int64_t step) const {
+  version.step = step;
+  version.verdicts()[0] = {step, 0, 0};
+  version.verdicts()[1] = {step, 1, 0};
+  const size_t bytes = results.pages.bytes() - parameters_at;
+  if (bytes > 0) {
+    std::memcpy(version.slab.pages.data() + Version::parameters_at(),
+                results.pages.data() + parameters_at, bytes);
+  }
 }
 
 fabric::Slice Aggregate::location_slice(const Piece& piece) {
@@ -106,6 +123,7 @@ Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t ser
   size_t result_bytes = 0;
   if (flow->update()) {
     result_bytes = aligned(sizeof(wire::Seal)) + aligned(pieces * sizeof(wire::Location));
+    flow->parameters_at = result_bytes;
   }
   std::vector<size_t> accumulator_offset(leaves);
   std::vector<size_t> result_offset(leaves);
@@ -140,6 +158,13 @@ Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t ser
     flow->accumulator_of_leaf[leaf] = flow->accumulators.pages.data() + accumulator_offset[leaf];
     flow->result_of_leaf[leaf] = own_result[leaf] ? flow->results.pages.data() + result_offset[leaf]
                                                   : flow->accumulator_of_leaf[leaf];
+  }
+
+  if (flow->spec.held > 0) {
+    auto held = Held::create(flow->spec.held, workers, pieces, accumulator_bytes,
+                             result_bytes - flow->parameters_at, who);
+    if (!held.ok()) return held.status();
+    flow->held = std::move(held.value());
   }
 
   flow->piece_of.assign(flow->spec.partitions.size(), -1);

@@ -10,6 +10,7 @@
 
 #include "base/status.h"
 #include "engine/flow.h"
+#include "engine/held.h"
 #include "engine/landing.h"
 #include "engine/reduce.h"
 #include "fabric/fabric.h"
@@ -23,16 +24,6 @@ struct Contribution {
   std::shared_ptr<Landing> landing;
   uint32_t slot;
   fabric::EndpointId endpoint;  ///< who is told when the slot is free
-};
-
-/// A worker that waits for a partition to reach step `wanted`.
-struct Reply {
-  uint32_t worker;
-  fabric::EndpointId endpoint;
-  fabric::RemoteSlice target;
-  uint32_t tag;
-  int64_t wanted;
-  uint32_t slot;  ///< in which it was asked for
 };
 
 struct Aggregate;
@@ -80,7 +71,8 @@ struct Aggregate {
   std::vector<Piece> pieces;      ///< in plan order; never moves
   std::vector<int32_t> piece_of;  ///< by partition; -1: on another server
   Slab accumulators;
-  Slab results;  ///< empty where the accumulators themselves, or the slots, are sent
+  size_t parameters_at = 0;  ///< where in `results` the first leaf lies (update)
+  Slab results;              ///< empty where the accumulators themselves, or the slots, are sent
   std::vector<std::byte*> accumulator_of_leaf;
   std::vector<std::byte*> result_of_leaf;
   std::vector<uint64_t> elements_of_leaf;  ///< on this server
@@ -97,16 +89,27 @@ struct Aggregate {
   uint32_t replies_in_flight = 0;
   bool stranded = false;  ///< said once
 
+  std::unique_ptr<Held> held;  ///< null where nothing is left to decide about gradients
+
   std::vector<uint64_t> summed_of_worker;  ///< pieces in a mean, ever
   uint64_t means = 0;                      ///< pieces aggregated, ever (average)
   uint64_t steps = 0;                      ///< published after an update
 
   bool update() const { return spec.mode == FlowMode::kUpdate; }
   int64_t published() const { return pieces.empty() ? -1 : pieces.front().published; }
-  /// The parameters are at rest: they may be the source of writes.
-  bool readable() const { return !update() || (!updating && complete < pieces.size()); }
+  /// What is answered may be the source of writes: it is at rest, or a copy.
+  bool readable() const {
+    return held != nullptr ? held->current != nullptr
+                           : !update() || (!updating && complete < pieces.size());
+  }
   /// The region and memory that a piece's result is sent from.
   fabric::Slice result_slice(const Piece& piece) const;
+  /// Where a held gradient has its part of `piece`.
+  std::byte* value(const HeldGradient& gradient, const Piece& piece) const {
+    return gradient.values.data() + (piece.accumulator - accumulators.pages.data());
+  }
+  /// Fills a version with the parameters as they are, which are those of `step`.
+  void copy_parameters(Version& version, int64_t step) const;
   /// What a kLocate of this piece is answered with. `results` must be enrolled.
   fabric::Slice location_slice(const Piece& piece);
   /// The parameters are about to be overwritten, or are those of `step`: what a reader reads

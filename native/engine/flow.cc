@@ -39,6 +39,9 @@ DType accumulator_dtype(DType dtype) {
 
 namespace {
 
+/// Each is a copy of the model's part.
+constexpr uint32_t kMostHeld = 1024;
+
 std::string named(const FlowSpec& spec, size_t partition) {
   return "flow " + std::to_string(spec.id) + ", partition " + std::to_string(partition) + ": ";
 }
@@ -116,6 +119,15 @@ Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_by
   }
   if (spec.partitions.size() > UINT32_MAX) {
     return refused("flow " + std::to_string(spec.id) + ": more than 2^32 - 1 partitions");
+  }
+  if (spec.held > 0 && spec.mode != FlowMode::kUpdate) {
+    return refused("flow " + std::to_string(spec.id) +
+                   ": gradients are held for an update alone, and it averages");
+  }
+  if (spec.held > kMostHeld) {
+    return refused("flow " + std::to_string(spec.id) + ": " + std::to_string(spec.held) +
+                   " gradients of each worker held, at most " + std::to_string(kMostHeld) +
+                   " can be");
   }
   for (size_t i = 0; i < spec.leaves.size(); ++i) {
     if (dtype_bytes(spec.leaves[i].dtype) == 0) {

@@ -43,6 +43,9 @@ struct FlowSpec {
   FlowMode mode = FlowMode::kUpdate;
   std::vector<Leaf> leaves;
   std::vector<Partition> partitions;  ///< in the order in which they are pushed
+  /// How many gradients of one worker a server keeps until it is decided which of them form a mean
+  /// (held.h). 0: each mean is over one gradient of every worker, and nothing is left to decide.
+  uint32_t held = 0;
 };
 
 /// Refuses a spec whose partitions leave their leaf, overlap, miss a piece, are empty, name no

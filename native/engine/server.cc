@@ -79,6 +79,15 @@ struct Write {
   EndpointId endpoint = 0;
   Piece* piece = nullptr;            ///< the source is its result
   std::shared_ptr<Landing> landing;  ///< the source is one of its slots
+  std::shared_ptr<Version> version;  ///< the source is in it
+};
+
+/// What a reducing thread is given: a piece whose contributions it sums, or, with a gradient that
+/// is held, one contribution that it brings there.
+struct Job {
+  Piece* piece = nullptr;
+  HeldGradient* gradient = nullptr;
+  Contribution from;
 };
 
 struct Connection {
@@ -132,6 +141,9 @@ class Engine final : public ServerEngine {
   Result<LeafShard> gradient(uint16_t flow, uint32_t leaf) override;
   Result<LeafShard> parameters(uint16_t flow, uint32_t leaf) override;
   Status publish(uint16_t flow, int64_t step) override;
+  Status aggregate(uint16_t flow, int64_t step, const std::vector<GradientId>& set) override;
+  Status drop(uint16_t flow, const GradientId& gradient) override;
+  Status answer(uint16_t flow, const GradientId& gradient, int64_t step, bool accepted) override;
   void mark_left(uint32_t worker) override;
   ServerStats stats() const override;
   std::vector<Record> records() const override { return recorder_.snapshot(); }
@@ -159,9 +171,22 @@ class Engine final : public ServerEngine {
   void pull(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
   void init(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
   void locate(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
+  void verdict(Connection& from, const wire::Header& header, uint32_t slot, Aggregate& flow);
   void refuse(Connection& from, const wire::Header& header, uint32_t slot, wire::Answer why);
 
+  void hold(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
+  HeldGradient* landing_gradient(Connection& from, const wire::Header& header, Aggregate& flow);
+  void whole_maybe(Aggregate& flow, HeldGradient& gradient);
+  void form_mean(Aggregate& flow);
+  void mean_formed(Aggregate& flow);
+  void answer_maybe(Aggregate& flow, HeldGradient& gradient);
+  /// The flow, if it holds gradients.
+  Result<Aggregate*> holding(uint16_t id);
+
   void advance(Piece& piece);
+  Reduction reduction(const Job& job, Source& source) const;
+  void give(Job job);
+  void finish(Job& job);
   void finish(Piece& piece);
   void complete(Piece& piece);
   void publish_mean(Piece& piece);
@@ -233,7 +258,7 @@ class Engine final : public ServerEngine {
 
   std::mutex reduce_lock_;  ///< taken inside the progress lock
   std::condition_variable reduce_added_;
-  std::deque<Piece*> reduce_queue_;
+  std::deque<Job> reduce_queue_;
   bool reduce_stop_ = false;
 
   std::mutex close_lock_;
@@ -289,13 +314,14 @@ void Engine::reduce_queued() {
   while (true) {
     reduce_added_.wait(guard, [this] { return reduce_stop_ || !reduce_queue_.empty(); });
     if (reduce_stop_) return;
-    Piece& piece = *reduce_queue_.front();
+    Job job = std::move(reduce_queue_.front());
     reduce_queue_.pop_front();
     guard.unlock();
-    reduce(piece.reduction(options_.workers));
+    Source source{};
+    reduce(reduction(job, source));
     {
       std::lock_guard progress(progress_lock_);
-      finish(piece);
+      finish(job);
       settle();
       hurry();
     }
@@ -349,6 +375,7 @@ void Engine::close() {
     }
     flow->accumulators.withdraw();
     flow->results.withdraw();
+    if (flow->held != nullptr) flow->held->withdraw();
   }
   writes_.clear();
   members_.clear();
@@ -544,6 +571,9 @@ void Engine::disconnected(const fabric::Event& event) {
                connection->address, "): ", event.status.message())});
   }
   connections_.erase(event.endpoint);
+  for (const auto& flow : flows_) {
+    if (flow != nullptr && flow->held != nullptr) flow->held->orphan(event.endpoint);
+  }
   if (present && member.left) depart(worker);
 }
 
@@ -595,8 +625,8 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
   };
   if (header.magic != wire::kHeaderMagic) return wrong("magic", wire::kHeaderMagic, header.magic);
   const int kind = static_cast<int>(header.kind);
-  if (kind < static_cast<int>(wire::Kind::kPush) || kind > static_cast<int>(wire::Kind::kLocate)) {
-    return wrong("kind", "1 to 4", kind);
+  if (kind < static_cast<int>(wire::Kind::kPush) || kind > static_cast<int>(wire::Kind::kVerdict)) {
+    return wrong("kind", "1 to 5", kind);
   }
   if (header.incarnation != from.incarnation) {
     return wrong("incarnation", from.incarnation, header.incarnation);
@@ -639,6 +669,8 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
     return wrong("kind", "a push: this flow averages gradients, servers hold no parameters of it",
                  kind);
   }
+  if (header.kind == wire::Kind::kVerdict && flow->held == nullptr)
+    return wrong("kind", "1 to 4: this flow holds no gradients", kind);
   if (header.kind != wire::Kind::kInit) return "";
   if (from.worker != 0)
     return wrong("kind", "init from worker 0 alone", text("init from worker ", from.worker));
@@ -678,13 +710,16 @@ void Engine::received(Connection& from, const fabric::Event& event) {
   Piece& piece = flow.pieces[static_cast<size_t>(flow.piece_of[header.partition])];
   switch (header.kind) {
     case wire::Kind::kPush:
-      return push(from, header, slot, piece);
+      return flow.held != nullptr ? hold(from, header, slot, piece)
+                                  : push(from, header, slot, piece);
     case wire::Kind::kPull:
       return pull(from, header, slot, piece);
     case wire::Kind::kInit:
       return init(from, header, slot, piece);
     case wire::Kind::kLocate:
       return locate(from, header, slot, piece);
+    case wire::Kind::kVerdict:
+      return verdict(from, header, slot, flow);
   }
 }
 
@@ -778,16 +813,61 @@ void Engine::advance(Piece& piece) {
   piece.take(options_.ordered);
   if (piece.reducing.empty()) return;
   piece.busy = true;
-  const Reduction reduction = piece.reduction(options_.workers);
-  if (reduce_threads_.empty() || reduction_bytes(reduction) <= kInlineReductionBytes) {
-    reduce(reduction);
-    return finish(piece);
+  give({&piece, nullptr, {}});
+}
+
+/// Has a job done: here if that is sooner, else by a reducing thread.
+void Engine::give(Job job) {
+  Source source{};
+  const Reduction task = reduction(job, source);
+  if (reduce_threads_.empty() || reduction_bytes(task) <= kInlineReductionBytes) {
+    reduce(task);
+    return finish(job);
   }
   {
     std::lock_guard guard(reduce_lock_);
-    reduce_queue_.push_back(&piece);
+    reduce_queue_.push_back(std::move(job));
   }
   reduce_added_.notify_one();
+}
+
+/// `source`: room for one, which the reduction refers to.
+Reduction Engine::reduction(const Job& job, Source& source) const {
+  Piece& piece = *job.piece;
+  if (job.gradient == nullptr && piece.flow->held == nullptr)
+    return piece.reduction(options_.workers);
+  Reduction task;
+  task.elements = piece.elements;
+  task.accumulator_dtype = accumulator_dtype(piece.dtype);
+  task.first = true;
+  if (job.gradient != nullptr) {
+    source = {job.from.landing->payload(job.from.slot), job.from.dtype};
+    task.accumulator = piece.flow->value(*job.gradient, piece);
+    task.sources = {&source, 1};
+  } else {
+    task.accumulator = piece.accumulator;
+    task.sources = piece.sources;
+    task.divisor = static_cast<uint32_t>(piece.sources.size());
+  }
+  return task;
+}
+
+void Engine::finish(Job& job) {
+  Piece& piece = *job.piece;
+  Aggregate& flow = *piece.flow;
+  if (job.gradient != nullptr) {
+    HeldGradient& gradient = *job.gradient;
+    free_slot(job.from.landing, job.from.slot, job.from.endpoint);
+    --gradient.busy;
+    --gradient.missing;
+    whole_maybe(flow, gradient);
+  } else if (flow.held != nullptr) {
+    piece.busy = false;
+    recorder_.add(Stage::kReduced, flow.spec.id, piece.version, piece.partition, kEveryPeer);
+    if (++flow.complete == flow.pieces.size()) mean_formed(flow);
+  } else {
+    finish(piece);
+  }
 }
 
 void Engine::finish(Piece& piece) {
@@ -875,9 +955,13 @@ void Engine::send_replies(Piece& piece) {
     if (Connection* to = find(reply->endpoint); to == nullptr || to->closing) continue;
     Write write;
     write.endpoint = reply->endpoint;
-    write.piece = &piece;
-    ++piece.replies_in_flight;
-    ++flow.replies_in_flight;
+    if (flow.held != nullptr) {
+      write.version = flow.held->current;
+    } else {
+      write.piece = &piece;
+      ++piece.replies_in_flight;
+      ++flow.replies_in_flight;
+    }
     bytes_pulled_ += piece.bytes();
     post(reply->endpoint,
          {flow.result_slice(piece), reply->target,
@@ -896,6 +980,218 @@ wire::Answer Engine::give_back(Piece& piece, const Reply& to) {
   found->landing->free(found->slot);
   piece.owed.erase(found);
   return wire::Answer::kResultAndCredit;
+}
+
+// --- Gradients that are held.
+
+void Engine::hold(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
+  Aggregate& flow = *piece.flow;
+  bytes_pushed_ += header.bytes;
+  HeldGradient* gradient = landing_gradient(from, header, flow);
+  if (gradient == nullptr) return;
+  std::optional<Reply>& reply = gradient->replies[static_cast<size_t>(&piece - flow.pieces.data())];
+  const bool again = reply.has_value();
+  reply = reply_to(from, header, slot, header.step);
+  if (again) {
+    ++duplicates_;
+    return free_slot(from.landing, slot, from.id);
+  }
+  recorder_.add(Stage::kLanded, header.flow, header.step, header.partition,
+                static_cast<uint16_t>(from.worker));
+  ++gradient->busy;
+  give({&piece,
+        gradient,
+        {from.worker, static_cast<DType>(header.dtype), from.landing, slot, from.id}});
+}
+
+void Engine::verdict(Connection& from, const wire::Header& header, uint32_t slot, Aggregate& flow) {
+  HeldGradient* gradient = landing_gradient(from, header, flow);
+  if (gradient == nullptr) return;
+  const bool again = gradient->verdict.has_value();
+  gradient->verdict = reply_to(from, header, slot, header.step);
+  free_slot(from.landing, slot, from.id);
+  if (again) {
+    ++duplicates_;
+    return;
+  }
+  --gradient->missing;
+  whole_maybe(flow, *gradient);
+}
+
+/// That of which this is a part. Null: there can be none, and the worker was told so.
+HeldGradient* Engine::landing_gradient(Connection& from, const wire::Header& header,
+                                       Aggregate& flow) {
+  const auto where = [&] { return text("partition ", header.partition, ", header field step: "); };
+  auto gradient = flow.held->landing(from.worker, from.incarnation, from.id, header.step);
+  if (!gradient.ok()) {
+    violation(from, gradient.status().message());
+    return nullptr;
+  }
+  HeldGradient& found = *gradient.value();
+  if (header.step != found.step) {
+    violation(from, text(where(), "expected ", found.step, " as in the rest of this gradient, got ",
+                         header.step));
+    return nullptr;
+  }
+  if (header.step > flow.published()) {
+    violation(from, text(where(), "expected at most ", flow.published(),
+                         ", the version of the parameters, got ", header.step));
+    return nullptr;
+  }
+  return &found;
+}
+
+void Engine::whole_maybe(Aggregate& flow, HeldGradient& gradient) {
+  if (gradient.orphan) return flow.held->sweep();
+  if (!gradient.whole()) return;
+  ServerEvent event{ServerEvent::Kind::kGradient, flow.spec.id, gradient.step,
+                    gradient.id.worker,           "",           gradient.id};
+  tell(std::move(event));
+}
+
+/// Begins the next mean that was asked for, if its time has come.
+void Engine::form_mean(Aggregate& flow) {
+  Held& held = *flow.held;
+  if (held.forming || flow.updating || held.means.empty() ||
+      held.means.front().step != flow.published()) {
+    return;
+  }
+  const Held::Mean mean = std::move(held.means.front());
+  held.means.pop_front();
+  held.forming = true;
+  held.summing.clear();
+  for (const GradientId& id : mean.set) held.summing.push_back(held.find(id));
+  for (HeldGradient* each : held.summing)
+    flow.summed_of_worker[each->id.worker] += flow.pieces.size();
+  for (Piece& piece : flow.pieces) {
+    piece.sources.clear();
+    for (const HeldGradient* each : held.summing) {
+      piece.sources.push_back({flow.value(*each, piece), accumulator_dtype(piece.dtype)});
+    }
+    piece.busy = true;
+  }
+  for (Piece& piece : flow.pieces) give({&piece, nullptr, {}});
+}
+
+void Engine::mean_formed(Aggregate& flow) {
+  for (HeldGradient* each : flow.held->summing) each->spent = true;
+  flow.held->summing.clear();
+  flow.held->sweep();
+  ready(flow);
+}
+
+/// Answers a worker whose gradient was decided about, once the version is there.
+void Engine::answer_maybe(Aggregate& flow, HeldGradient& gradient) {
+  Held& held = *flow.held;
+  if (!gradient.decided.has_value() || gradient.answered || held.current == nullptr ||
+      held.current->step < gradient.decided->step) {
+    return;
+  }
+  gradient.answered = true;
+  if (gradient.orphan) return;
+  const auto send = [&](const Reply& to, const fabric::Slice& source) {
+    Write write;
+    write.endpoint = to.endpoint;
+    write.version = held.current;
+    post(to.endpoint, {source, to.target, wire::answer(wire::Answer::kResult, to.tag),
+                       begin_write(std::move(write))});
+  };
+  const wire::Verdict* verdict = held.current->verdicts() + (gradient.decided->accepted ? 1 : 0);
+  send(*gradient.verdict,
+       held.current->slab.slice(reinterpret_cast<const std::byte*>(verdict), sizeof(*verdict)));
+  for (const Piece& piece : flow.pieces) {
+    const Reply& reply = *gradient.replies[static_cast<size_t>(&piece - flow.pieces.data())];
+    bytes_pulled_ += piece.bytes();
+    send(reply, flow.result_slice(piece));
+  }
+}
+
+Result<Aggregate*> Engine::holding(uint16_t id) {
+  if (closed_) return is_closed();
+  Aggregate* flow = find_flow(id);
+  if (flow == nullptr || flow->held == nullptr) {
+    return Status(Code::kInvalidArgument,
+                  text("server ", options_.server, " has no flow ", id, " that holds gradients"));
+  }
+  return flow;
+}
+
+Status Engine::aggregate(uint16_t id, int64_t step, const std::vector<GradientId>& set) {
+  std::lock_guard guard(progress_lock_);
+  auto found = holding(id);
+  if (!found.ok()) return found.status();
+  Aggregate& flow = *found.value();
+  Held& held = *flow.held;
+  const auto refuse = [&](const auto&... parts) {
+    return Status(Code::kInvalidArgument, text("server ", options_.server, " cannot form the mean ",
+                                               "of step ", step, " of flow ", id, ": ", parts...));
+  };
+  const int64_t next = std::max(held.newest_mean + 1, flow.published());
+  if (flow.published() < 0) return refuse("it has no parameters here");
+  if (step != next) return refuse("the next one is of step ", next);
+  if (set.empty()) return refuse("it is over no gradient");
+  for (size_t i = 0; i < set.size(); ++i) {
+    if (std::find(set.begin(), set.begin() + static_cast<ptrdiff_t>(i), set[i]) !=
+        set.begin() + static_cast<ptrdiff_t>(i)) {
+      return refuse(name_of(set[i]), " is named twice");
+    }
+  }
+  for (const GradientId& gradient : set) {
+    const HeldGradient* each = held.find(gradient);
+    if (each == nullptr || !each->whole()) return refuse(name_of(gradient), " is not here");
+    if (each->named) return refuse(name_of(gradient), " was decided about before");
+  }
+  for (const GradientId& gradient : set) {
+    held.find(gradient)->named = true;
+  }
+  held.newest_mean = step;
+  held.means.push_back({step, set});
+  form_mean(flow);
+  settle();
+  hurry();
+  return Status();
+}
+
+Status Engine::drop(uint16_t id, const GradientId& gradient) {
+  std::lock_guard guard(progress_lock_);
+  auto found = holding(id);
+  if (!found.ok()) return found.status();
+  Aggregate& flow = *found.value();
+  HeldGradient* each = flow.held->find(gradient);
+  if (each == nullptr) return Status();
+  if (each->named) {
+    return Status(Code::kInvalidArgument, text("server ", options_.server, " cannot drop ",
+                                               name_of(gradient), ": it was decided about before"));
+  }
+  each->named = true;
+  each->spent = true;
+  dropped_[gradient.worker] += flow.pieces.size();
+  recorder_.add(Stage::kDropped, id, each->step, 0, static_cast<uint16_t>(gradient.worker));
+  flow.held->sweep();
+  return Status();
+}
+
+Status Engine::answer(uint16_t id, const GradientId& gradient, int64_t step, bool accepted) {
+  std::lock_guard guard(progress_lock_);
+  auto found = holding(id);
+  if (!found.ok()) return found.status();
+  Aggregate& flow = *found.value();
+  HeldGradient* each = flow.held->find(gradient);
+  if (each == nullptr || each->orphan) return Status();
+  const auto refuse = [&](const auto&... parts) {
+    return Status(Code::kInvalidArgument,
+                  text("server ", options_.server, " cannot answer ", name_of(gradient), " with ",
+                       "step ", step, ": ", parts...));
+  };
+  if (!each->whole()) return refuse("it is not here");
+  if (each->decided.has_value()) return refuse("it was answered before");
+  if (step < flow.published()) return refuse("the parameters have reached step ", flow.published());
+  each->decided = {step, accepted};
+  answer_maybe(flow, *each);
+  flow.held->sweep();
+  settle();
+  hurry();
+  return Status();
 }
 
 // --- What goes out.
@@ -1033,9 +1329,20 @@ Result<LeafShard> Engine::parameters(uint16_t flow, uint32_t leaf) {
 }
 
 Status Engine::publish(uint16_t id, int64_t step) {
-  std::lock_guard guard(progress_lock_);
+  std::unique_lock guard(progress_lock_);
   if (closed_) return is_closed();
   Aggregate* flow = find_flow(id);
+  std::shared_ptr<Version> version;
+  if (flow != nullptr && flow->held != nullptr) {
+    auto spare = flow->held->spare(*fabric_);
+    if (!spare.ok()) return spare.status();
+    version = std::move(spare.value());
+    // The parameters are the caller's until they are published, and may be many.
+    guard.unlock();
+    flow->copy_parameters(*version, step);
+    guard.lock();
+    if (closed_) return is_closed();
+  }
   const auto refuse = [&](const auto&... parts) {
     return Status(Code::kInvalidArgument,
                   text("flow ", id, " cannot be published at step ", step, ": ", parts...));
@@ -1043,7 +1350,8 @@ Status Engine::publish(uint16_t id, int64_t step) {
   if (flow == nullptr || !flow->update()) return refuse("there is no such flow with an update");
   if (step <= flow->published()) return refuse("it has reached step ", flow->published());
   const bool begun = flow->initialised > 0 && flow->published() < 0;
-  const bool summing = std::any_of(flow->pieces.begin(), flow->pieces.end(),
+  const bool summing = (flow->held != nullptr && flow->held->forming) ||
+                       std::any_of(flow->pieces.begin(), flow->pieces.end(),
                                    [](const Piece& piece) { return piece.arrived > 0; });
   if (!flow->updating && (begun || summing))
     return refuse("its parameters or gradients are still landing");
@@ -1056,7 +1364,14 @@ Status Engine::publish(uint16_t id, int64_t step) {
     piece.published = step;
     recorder_.add(Stage::kPublished, id, step, piece.partition, kEveryPeer);
   }
+  if (flow->held != nullptr) {
+    flow->held->current = std::move(version);
+    flow->held->forming = false;
+    for (HeldGradient& gradient : flow->held->all()) answer_maybe(*flow, gradient);
+    flow->held->sweep();
+  }
   for (Piece& piece : flow->pieces) send_replies(piece);
+  if (flow->held != nullptr) form_mean(*flow);
   settle();
   hurry();
   return Status();

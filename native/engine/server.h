@@ -14,6 +14,7 @@
 #include "base/recorder.h"
 #include "base/status.h"
 #include "engine/flow.h"
+#include "engine/held.h"
 #include "fabric/fabric.h"
 
 namespace jaxrdma {
@@ -45,12 +46,15 @@ struct ServerEvent {
     kStranded = 5,     ///< `worker` left, others wait for its contribution to `step`
     kWoken = 6,        ///< wake() was called
     kClosed = 7,
+    kGradient = 8,  ///< all of `gradient` of `flow` is held here; it was computed on the
+                    ///< parameters of `step`
   };
   Kind kind = Kind::kNone;
   uint16_t flow = 0;
   int64_t step = 0;
   uint32_t worker = 0;
   std::string text;
+  GradientId gradient{};
 };
 
 /// Where one leaf's piece lies: this server's partitions of it, one after the other, without gaps.
@@ -65,7 +69,7 @@ struct ServerStats {
   uint64_t bytes_pulled = 0;
   uint64_t steps = 0;              ///< whole steps published, over all flows
   std::vector<uint64_t> accepted;  ///< per worker: whole gradients in a mean
-  std::vector<uint64_t> dropped;   ///< per worker: stale pushes, in partitions
+  std::vector<uint64_t> dropped;   ///< per worker: stale or dropped pushes, in partitions
   uint64_t duplicates = 0;         ///< partitions that came twice
   uint64_t refused = 0;            ///< connections turned away
 };
@@ -91,6 +95,18 @@ class ServerEngine {
   virtual Result<LeafShard> parameters(uint16_t flow, uint32_t leaf) = 0;
   /// The parameters are those of `step`: answers everybody who waits for them.
   virtual Status publish(uint16_t flow, int64_t step) = 0;
+
+  // What is decided about the gradients of a flow that holds them. All servers are told the same,
+  // in the same order.
+
+  /// The mean of the gradients of `set`, summed in this order, shall make step + 1: kStepReady
+  /// follows, once the parameters have reached `step`. Not in any other mean.
+  virtual Status aggregate(uint16_t flow, int64_t step, const std::vector<GradientId>& set) = 0;
+  /// `gradient` is in no mean. Counted. One that is not known is none: its worker is gone.
+  virtual Status drop(uint16_t flow, const GradientId& gradient) = 0;
+  /// The worker of `gradient` is answered with the parameters of `step` once they are published,
+  /// and told whether its gradient counts. Nothing where it is gone.
+  virtual Status answer(uint16_t flow, const GradientId& gradient, int64_t step, bool accepted) = 0;
 
   /// `worker` has closed its session in good order: its connection may end, and steps that need it
   /// are stranded.

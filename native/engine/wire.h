@@ -17,7 +17,7 @@ namespace jaxrdma::wire {
 static_assert(std::endian::native == std::endian::little);
 
 /// Raised by any change to frames, headers or immediates.
-inline constexpr uint16_t kProtocolVersion = 4;
+inline constexpr uint16_t kProtocolVersion = 5;
 inline constexpr uint32_t kHeaderMagic = 0x5444524a;  // "JRDT"
 
 enum class Kind : uint8_t {
@@ -26,7 +26,18 @@ enum class Kind : uint8_t {
   kInit = 3,    ///< a parameter partition of the start, from the chief; the answer is the partition
                 ///< at `step`
   kLocate = 4,  ///< no payload; the answer is the Location of the partition
+  /// No payload; goes with the pushes of one gradient of a flow that holds them, to each server
+  /// that has partitions of it. The answer is the Verdict.
+  kVerdict = 5,
 };
+
+/// What became of a gradient that was held. Its pushes are answered with the parameters of `step`.
+struct Verdict {
+  int64_t step;
+  uint32_t accepted;  ///< 1: it is, or will be, part of a mean; 0: dropped
+  uint32_t reserved;
+};
+static_assert(sizeof(Verdict) == 16);
 
 /// Where a partition of parameters lies in the server's memory, for those who read it there. It
 /// stays there as long as the connection.

@@ -114,14 +114,19 @@ struct Flow {
   /// Answers of everything else land here where the buffers that they are for cannot be registered.
   Mirror bounce;
   Staged staged;
-  Mirror copies;   ///< what was read lands here until it is known to be of one version
-  Slab locations;  ///< wire::Location of every partition, as the servers told
-  Slab seals;      ///< wire::Seal before and after, of every server
+  Mirror copies;        ///< what was read lands here until it is known to be of one version
+  Slab locations;       ///< wire::Location of every partition, as the servers told
+  Slab seals;           ///< wire::Seal before and after, of every server
+  int64_t newest = -1;  ///< version of the parameters that came back last
+  Slab verdicts;        ///< wire::Verdict of every server, where gradients are held
   bool located = false;
   Reading reading;
 
   const wire::Location& location(size_t partition) const {
     return reinterpret_cast<const wire::Location*>(locations.pages.data())[partition];
+  }
+  const wire::Verdict& verdict_of(size_t server) const {
+    return reinterpret_cast<const wire::Verdict*>(verdicts.pages.data())[server];
   }
   const wire::Seal* seals_of(size_t server) const {
     return reinterpret_cast<const wire::Seal*>(seals.pages.data()) + 2 * server;
@@ -170,6 +175,7 @@ class Engine final : public WorkerEngine {
   void disconnected(size_t index, const Event& event);
   void received(size_t index, const Event& event);
   bool credit(size_t index, uint32_t slot);
+  Status stepped(const Operation& operation, Flow& flow, Status status);
   void write_done(size_t index, uint32_t slot);
   void sent(Server& server, uint32_t tag);
   void violation(size_t index, const std::string& text);
@@ -283,6 +289,13 @@ Status Engine::add_flow(FlowSpec spec) {
   flow->partitions_of.resize(servers_.size());
   for (uint32_t i = 0; i < flow->spec.partitions.size(); ++i)
     flow->partitions_of[flow->spec.partitions[i].server].push_back(i);
+  if (flow->spec.held > 0) {
+    auto pages = Pages::allocate(servers_.size() * sizeof(wire::Verdict), "verdicts");
+    if (!pages.ok()) return pages.status();
+    flow->verdicts.pages = std::move(pages.value());
+    Status enrolled = flow->verdicts.enrol(*fabric_, fabric::Access::kRemoteWrite);
+    if (!enrolled.ok()) return enrolled;
+  }
   flows_.push_back(std::move(flow));
   return {};
 }
@@ -340,6 +353,17 @@ void Engine::begin(Operation operation) {
                 "): thread the state from one ps_step to the next, and call it from one device"));
     return;
   }
+  const bool pushes = what.kind == OperationKind::kExchange || what.kind == OperationKind::kPush;
+  if (flow.spec.held > 0 && pushes && what.step > flow.newest) {
+    // The servers would take it for a broken peer.
+    const Status ahead(Code::kStale,
+                       "step " + std::to_string(what.step) + " is ahead of step " +
+                           std::to_string(flow.newest) +
+                           ", the newest that came back to this worker: use the state of "
+                           "session.init or of the last ps_step, with its step unchanged");
+    finish(active, ahead);
+    return;
+  }
   if (Status prepared = prepare(*active, flow); !prepared.ok()) {
     finish(active, std::move(prepared));
     return;
@@ -347,14 +371,15 @@ void Engine::begin(Operation operation) {
   const wire::Kind kind = what.kind == OperationKind::kInit    ? wire::Kind::kInit
                           : what.kind == OperationKind::kFetch ? wire::Kind::kPull
                                                                : wire::Kind::kPush;
-  const bool staged = what.kind == OperationKind::kPush;
-  for (uint32_t i = 0; i < flow.spec.partitions.size(); ++i) {
-    if (staged) {
-      ++flow.staged.unanswered;
-    } else {
-      ++active->unanswered;
+  const auto ask = [&](uint32_t partition, wire::Kind for_what) {
+    ++(what.kind == OperationKind::kPush ? flow.staged.unanswered : active->unanswered);
+    enqueue(*active, partition, for_what, what.step);
+  };
+  for (uint32_t i = 0; i < flow.spec.partitions.size(); ++i) ask(i, kind);
+  if (flow.spec.held > 0 && kind == wire::Kind::kPush) {
+    for (const std::vector<uint32_t>& partitions : flow.partitions_of) {
+      if (!partitions.empty()) ask(partitions[0], wire::Kind::kVerdict);
     }
-    enqueue(*active, i, kind, what.step);
   }
   if (active->unsent == 0) {
     settle(&*active);
@@ -486,13 +511,16 @@ void Engine::pump(size_t index) {
     const bool staged = what.kind == OperationKind::kPush;
     const bool payload = request.kind == wire::Kind::kPush || request.kind == wire::Kind::kInit;
     const bool locating = request.kind == wire::Kind::kLocate;
+    const bool judging = request.kind == wire::Kind::kVerdict;
 
-    const MemoryRegion* target_region = locating ? flow.locations.region.get()
-                                        : staged ? flow.staging[partition.leaf].region.get()
-                                        : cheap_ ? request.active->targets[partition.leaf].get()
-                                                 : flow.bounce[partition.leaf].region.get();
-    const size_t target_offset = locating ? request.partition * sizeof(wire::Location)
-                                          : partition.begin * dtype_bytes(leaf_dtype);
+    const MemoryRegion* target_region = locating  ? flow.locations.region.get()
+                                        : judging ? flow.verdicts.region.get()
+                                        : staged  ? flow.staging[partition.leaf].region.get()
+                                        : cheap_  ? request.active->targets[partition.leaf].get()
+                                                  : flow.bounce[partition.leaf].region.get();
+    const size_t target_offset = locating  ? request.partition * sizeof(wire::Location)
+                                 : judging ? index * sizeof(wire::Verdict)
+                                           : partition.begin * dtype_bytes(leaf_dtype);
     std::byte* const piece = server.outgoing.pages.data() + index_of_slot * server.outgoing_stride;
     wire::Header header{};
     header.magic = wire::kHeaderMagic;
@@ -560,13 +588,7 @@ void Engine::finish_pull(Flow& flow) {
   auto active = flow.staged.pull;
   Status status = flow.staged.failure;
   flow.staged = Staged{};
-  if (status.ok()) {
-    ++stats_.steps;
-    ++stats_.gradients_accepted;
-    stats_.last_step = active->operation.step + 1;
-  } else if (status.code() == Code::kStale) {
-    ++stats_.gradients_dropped;
-  }
+  status = stepped(active->operation, flow, std::move(status));
   // The copy may be long: it runs with the callback. Nobody writes into the staging memory
   // until the next push of this flow, which needs the step that this operation returns.
   Flow* source = &flow;
@@ -882,7 +904,10 @@ void Engine::received(size_t index, const Event& event) {
   if (what == wire::Answer::kResult || what == wire::Answer::kResultAndCredit) {
     const size_t bytes = partition_bytes(partition, flow.spec.leaves[partition.leaf].dtype);
     const bool locating = request.kind == wire::Kind::kLocate;
-    const size_t expected = locating ? sizeof(wire::Location) : bytes;
+    const bool judging = request.kind == wire::Kind::kVerdict;
+    const size_t expected = locating  ? sizeof(wire::Location)
+                            : judging ? sizeof(wire::Verdict)
+                                      : bytes;
     if (event.bytes != expected) {
       violation(index, "partition " + std::to_string(request.partition) + " came back with " +
                            std::to_string(event.bytes) + " bytes instead of " +
@@ -894,13 +919,13 @@ void Engine::received(size_t index, const Event& event) {
                 "partition " + std::to_string(request.partition) + " has another size there");
       return;
     }
-    if (!cheap_ && !locating && request.active != nullptr &&
+    if (!cheap_ && !locating && !judging && request.active != nullptr &&
         request.active->operation.kind != OperationKind::kPush) {
       const size_t begin = partition.begin * dtype_bytes(flow.spec.leaves[partition.leaf].dtype);
       std::memcpy(request.active->operation.leaves[partition.leaf].target + begin,
                   flow.bounce[partition.leaf].pages.data() + begin, expected);
     }
-    stats_.bytes_pulled += event.bytes;
+    if (!judging) stats_.bytes_pulled += event.bytes;
     recorder_.add(Stage::kConsumed, request.flow, request.step, request.partition,
                   static_cast<uint16_t>(index));
   } else if (what == wire::Answer::kStale) {
@@ -923,6 +948,36 @@ void Engine::received(size_t index, const Event& event) {
   request.answered = true;
   answered(request, status);
   if (request.sent) retire(server, value);
+}
+
+/// All answers to a gradient are there: which version they are, and whether it counts.
+Status Engine::stepped(const Operation& operation, Flow& flow, Status status) {
+  int64_t version = operation.step + 1;
+  bool accepted = true;
+  bool judged = flow.spec.held == 0;
+  for (size_t i = 0; i < servers_.size() && status.ok() && flow.spec.held > 0; ++i) {
+    if (flow.partitions_of[i].empty()) continue;
+    const wire::Verdict& verdict = flow.verdict_of(i);
+    if (judged && (verdict.step != version || (verdict.accepted != 0) != accepted)) {
+      return Status(Code::kInternal, "servers answered step " + std::to_string(operation.step) +
+                                         " differently: step " + std::to_string(version) + " and " +
+                                         std::to_string(verdict.step) + ", counted " +
+                                         std::to_string(accepted) + " and " +
+                                         std::to_string(verdict.accepted));
+    }
+    version = verdict.step;
+    accepted = verdict.accepted != 0;
+    judged = true;
+  }
+  if (status.ok()) {
+    ++stats_.steps;
+    ++(accepted ? stats_.gradients_accepted : stats_.gradients_dropped);
+    stats_.last_step = flow.newest = version;
+    if (operation.version != nullptr) *operation.version = version;
+  } else if (status.code() == Code::kStale) {
+    ++stats_.gradients_dropped;
+  }
+  return status;
 }
 
 /// The server allows a slot to be written again; false if it was not in its hands.
@@ -1001,15 +1056,11 @@ void Engine::settle(Active* active) {
     return;
   }
   if (kind == OperationKind::kExchange) {
-    if (status.ok()) {
-      ++stats_.steps;
-      ++stats_.gradients_accepted;
-      stats_.last_step = active->operation.step + 1;
-    } else if (status.code() == Code::kStale) {
-      ++stats_.gradients_dropped;
-    }
+    Flow& flow = *flows_[active->operation.flow];
+    status = stepped(active->operation, flow, std::move(status));
   } else if (kind != OperationKind::kPush && status.ok()) {
-    stats_.last_step = active->operation.step;
+    stats_.last_step = flows_[active->operation.flow]->newest = active->operation.step;
+    if (active->operation.version != nullptr) *active->operation.version = active->operation.step;
   }
   finish(found, std::move(status));
 }

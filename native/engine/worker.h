@@ -60,6 +60,10 @@ struct Operation {
   uint16_t flow;
   int64_t step;
   std::vector<LeafBuffers> leaves;
+  /// Where the version of the parameters that came back goes before `done` is called, if that ends
+  /// well and parameters came. `step` + 1 after an exchange or a pull, but of a flow whose
+  /// gradients are held, where it may be any. Null: nobody asks.
+  std::shared_ptr<int64_t> version;
   /// Called exactly once, on a thread of its own.
   std::function<void(const Status&)> done;
 };
@@ -79,7 +83,7 @@ struct WorkerStats {
   uint64_t bytes_pulled = 0;  ///< parameter payload
   uint64_t steps = 0;         ///< exchanges and pulls that ended well
   uint64_t gradients_accepted = 0;
-  uint64_t gradients_dropped = 0;  ///< pushes a server called stale
+  uint64_t gradients_dropped = 0;  ///< pushes a server called stale, or did not count
   int64_t last_step = -1;          ///< the newest step that came back
   int64_t last_read = -1;          ///< the step that the last kRead found
 };

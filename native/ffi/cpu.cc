@@ -1,6 +1,7 @@
 /* ffi/cpu.cc: XLA's handler on the CPU: turns a custom call into an operation of the session's
  * engine. */
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -114,15 +115,17 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
     }
   }
   auto* next_step = static_cast<std::byte*>(step_result->untyped_data());
-  const int32_t next_value = receives ? step_value + 1 : step_value;
+  // A push returns the step that it was given: its pull will ask for it.
+  operation.version = std::make_shared<int64_t>(step_value);
 
   auto promise = std::make_shared<xf::Promise>();
   xf::Future future(*promise);
-  operation.done = [promise, next_step, next_value](const Status& status) {
+  operation.done = [promise, next_step, version = operation.version](const Status& status) {
     if (!status.ok()) {
       promise->SetError(xla_error(status));
       return;
     }
+    const auto next_value = static_cast<int32_t>(*version);
     std::memcpy(next_step, &next_value, sizeof(next_value));
     promise->SetAvailable();
   };

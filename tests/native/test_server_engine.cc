@@ -110,8 +110,8 @@ class Peer {
     slot_of_tag_[what.reply_tag] = slot;
     std::vector<std::byte>& source = sources_.emplace_back(sizeof(what));
     std::memcpy(source.data(), &what, sizeof(what));
-    const auto* begin = static_cast<const std::byte*>(payload);
-    source.insert(source.end(), begin, begin + bytes);
+    source.resize(sizeof(what) + bytes);
+    if (payload != nullptr) std::memcpy(source.data() + sizeof(what), payload, bytes);
     write_raw(slot, source, immediate);
   }
   void write_raw(uint32_t slot, const std::vector<std::byte>& source, uint32_t immediate) {
@@ -381,12 +381,14 @@ constexpr DType kAllDtypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat1
 
 /// An update flow of one worker whose parameters have been published at step 0.
 struct UpdateJob {
-  explicit UpdateJob(uint32_t workers, size_t partitions = 1, size_t elements = 16)
+  explicit UpdateJob(uint32_t workers, size_t partitions = 1, size_t elements = 16,
+                     uint32_t held = 0, uint32_t receive_depth = 4096)
       : server(make_server(options_for(workers))) {
-    REQUIRE(
-        server->add_flow(flow_of(FlowMode::kUpdate, DType::kFloat32, partitions, elements)).ok());
+    FlowSpec spec = flow_of(FlowMode::kUpdate, DType::kFloat32, partitions, elements);
+    spec.held = held;
+    REQUIRE(server->add_flow(spec).ok());
     for (uint32_t worker = 0; worker < workers; ++worker) {
-      peers.push_back(std::make_unique<Peer>(worker));
+      peers.push_back(std::make_unique<Peer>(worker, 1 << 16, 64, receive_depth));
       REQUIRE(peers.back()->connect(*server));
     }
     for (uint32_t i = 0; i < partitions; ++i) {
@@ -923,9 +925,9 @@ TEST_CASE("whoever breaks the protocol is named and disconnected, and the others
     });
   };
   check_header("magic", [](wire::Header& header) { header.magic = 1; });
-  check_header("kind: expected 1 to 4, got 0",
+  check_header("kind: expected 1 to 5, got 0",
                [](wire::Header& header) { header.kind = wire::Kind{0}; });
-  check_header("kind: expected 1 to 4, got 200",
+  check_header("kind: expected 1 to 5, got 200",
                [](wire::Header& header) { header.kind = wire::Kind{200}; });
   check_header("incarnation: expected 77, got 78",
                [](wire::Header& header) { header.incarnation = 78; });
@@ -977,6 +979,108 @@ TEST_CASE("whoever breaks the protocol is named and disconnected, and the others
   witness.send(init, values.data());
   CHECK(expect_event(*server, ServerEvent::Kind::kViolation).text.find("another of partition 0") !=
         std::string::npos);
+}
+
+// --- Gradients that are held.
+
+/// Two peers of a flow that holds one gradient of each; its parameters are all 5, at step 0.
+struct HoldingJob : UpdateJob {
+  static constexpr uint32_t kPartitions = 20;
+  explicit HoldingJob(uint32_t receive_depth = 4096)
+      : UpdateJob(2, kPartitions, 16, /*held=*/1, receive_depth) {}
+
+  /// A whole gradient whose answers have tags from `tag` on; the verdict's comes last.
+  GradientId push(Peer& peer, int64_t step, uint32_t tag, float value) {
+    for (uint32_t i = 0; i < kPartitions; ++i) peer.push(i, step, tag + i, floats(16, value));
+    peer.send(peer.header(wire::Kind::kVerdict, 0, step, tag + kPartitions));
+    return expect_event(*server, ServerEvent::Kind::kGradient).gradient;
+  }
+  void step(const GradientId& of, int64_t step, float parameters) {
+    REQUIRE(server->aggregate(0, step, {of}).ok());
+    REQUIRE(server->answer(0, of, step + 1, true).ok());
+    expect_event(*server, ServerEvent::Kind::kStepReady);
+    auto* values = reinterpret_cast<float*>(server->parameters(0, 0).value().data);
+    std::fill_n(values, kPartitions * 16, parameters);
+    REQUIRE(server->publish(0, step + 1).ok());
+  }
+  void check_answers(Peer& peer, int64_t step, uint32_t tag, float parameters) {
+    for (uint32_t i = 0; i <= kPartitions; ++i) peer.answer();
+    for (uint32_t i = 0; i < kPartitions; ++i)
+      CHECK(peer.result_as<float>(tag + i, 16) == floats(16, parameters));
+    const auto verdict = peer.result_as<wire::Verdict>(tag + kPartitions, 1).front();
+    CHECK(verdict.step == step);
+    CHECK(verdict.accepted == 1);
+  }
+};
+
+TEST_CASE("held: who reads slowly gets the version it was promised, and delays no update") {
+  HoldingJob job(/*receive_depth=*/6);
+  Peer& slow = *job.peers[1];
+  const GradientId first = job.push(slow, 0, 30, 1.0f);
+  slow.wait([&] { return slow.free_slots.size() == 4; });
+  slow.hold_releases = true;
+  job.step(first, 0, 10.0f);
+  for (int64_t step = 1; step < 6; ++step) {
+    job.step(job.push(*job.peers[0], step, 0, 1.0f), step, 10.0f + static_cast<float>(step));
+    job.check_answers(*job.peers[0], step + 1, 0, 10.0f + static_cast<float>(step));
+  }
+  CHECK(slow.answers.size() < HoldingJob::kPartitions);
+  slow.hold_releases = false;
+  slow.release(slow.held);
+  job.check_answers(slow, 1, 30, 10.0f);
+  // And it may push again.
+  job.step(job.push(slow, 1, 30, 1.0f), 6, 20.0f);
+  job.check_answers(slow, 7, 30, 20.0f);
+}
+
+TEST_CASE("held: whoever pushes what cannot be is named and disconnected, and the others go on") {
+  HoldingJob job;
+  const auto check_violation = [&](const std::string& because, auto misbehave) {
+    Peer peer(1);
+    REQUIRE(peer.connect(*job.server));
+    misbehave(peer);
+    const ServerEvent event = expect_event(*job.server, ServerEvent::Kind::kViolation);
+    CAPTURE(event.text);
+    CHECK(event.text.find("worker 1 (127.0.0.1:") != std::string::npos);
+    CHECK(event.text.find(because) != std::string::npos);
+    peer.wait([&] { return peer.ended; });
+  };
+  job.peers.pop_back();
+  expect_event(*job.server, ServerEvent::Kind::kWorkerLost);
+  check_violation("step: expected 0 as in the rest of this gradient, got 1", [](Peer& peer) {
+    peer.push(0, 0, 0, floats(16, 1.0f));
+    peer.push(1, 1, 1, floats(16, 1.0f));
+  });
+  check_violation("step: expected at most 0, the version of the parameters, got 1",
+                  [](Peer& peer) { peer.push(0, 1, 0, floats(16, 1.0f)); });
+  check_violation("bytes: expected 0, got 64", [](Peer& peer) {
+    wire::Header header = peer.header(wire::Kind::kVerdict, 0, 0, 0);
+    header.bytes = 64;
+    peer.send(header, floats(16, 1.0f).data());
+  });
+  check_violation("has 1 gradients here that nothing is decided about, and pushes another",
+                  [&](Peer& peer) {
+                    job.push(peer, 0, 0, 1.0f);
+                    peer.push(0, 0, 30, floats(16, 1.0f));
+                  });
+  // A partition that comes twice is counted, and a partition that was pushed to one that is gone
+  // belongs to no gradient of the next connection.
+  Peer again(1);
+  REQUIRE(again.connect(*job.server));
+  again.push(0, 0, 0, floats(16, 7.0f));
+  const GradientId id = job.push(again, 0, 0, 2.0f);
+  CHECK(job.server->stats().duplicates == 1);
+  job.step(id, 0, 3.0f);
+  job.check_answers(again, 1, 0, 3.0f);
+
+  FlowSpec other = flow_of(FlowMode::kUpdate, DType::kFloat32, 1, 8);
+  other.id = 1;
+  REQUIRE(job.server->add_flow(other).ok());
+  check_violation("kind: expected 1 to 4: this flow holds no gradients, got 5", [](Peer& peer) {
+    wire::Header header = peer.header(wire::Kind::kVerdict, 0, 0, 0);
+    header.flow = 1;
+    peer.send(header);
+  });
 }
 
 TEST_CASE("a slot that has not been given back may not be written again") {

@@ -43,7 +43,7 @@ READY = 1
 # magic, flow, kind, dtype, partition, tag, step, incarnation, bytes, address and 4 keys for the answer
 HEADER = struct.Struct("<IHBBIIqQQQ4I")
 HEADER_MAGIC = 0x5444524A
-VERSION = 4
+VERSION = 5
 PUSH, LOCATE = 1, 4
 RESULT, CREDIT, RESULT_AND_CREDIT = 1, 2, 5
 GRANT = struct.Struct("<QQ4III")  # address, stride, keys of 4 devices, slots, 0

@@ -1,0 +1,110 @@
+/* engine/held.cc: see held.h. */
+#include "engine/held.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace jaxrdma {
+
+std::string name_of(const GradientId& id) {
+  return "gradient " + std::to_string(id.sequence) + " of worker " + std::to_string(id.worker) +
+         " (incarnation " + std::to_string(id.incarnation) + ")";
+}
+
+size_t Version::parameters_at() { return 64; }
+static_assert(2 * sizeof(wire::Verdict) <= 64);
+
+Result<std::unique_ptr<Held>> Held::create(uint32_t per_worker, uint32_t workers, size_t pieces,
+                                           size_t value_bytes, size_t parameter_bytes,
+                                           std::string who) {
+  std::unique_ptr<Held> held(new Held());
+  held->per_worker_ = per_worker;
+  held->pieces_ = pieces;
+  held->value_bytes_ = value_bytes;
+  held->parameter_bytes_ = parameter_bytes;
+  held->who_ = std::move(who);
+  for (uint64_t i = 0; i < uint64_t{per_worker} * workers; ++i) {
+    auto pages = Pages::allocate(value_bytes, "gradients that are held" + held->who_);
+    if (!pages.ok()) return pages.status();
+    held->spare_values_.push_back(std::move(pages.value()));
+  }
+  return held;
+}
+
+Result<HeldGradient*> Held::landing(uint32_t worker, uint64_t incarnation,
+                                    fabric::EndpointId endpoint, int64_t step) {
+  uint32_t kept = 0;
+  for (HeldGradient& each : gradients_) {
+    if (each.endpoint != endpoint || each.orphan) continue;
+    if (!each.whole()) return &each;
+    ++kept;
+  }
+  if (kept >= per_worker_) {
+    return Status(Code::kProtocol, "it has " + std::to_string(kept) +
+                                       " gradients here that nothing is decided about, and pushes "
+                                       "another");
+  }
+  Pages values;
+  if (!spare_values_.empty()) {
+    values = std::move(spare_values_.back());
+    spare_values_.pop_back();
+  } else {
+    // What an earlier incarnation left is not decided about yet.
+    auto pages = Pages::allocate(value_bytes_, "one more gradient that is held" + who_);
+    if (!pages.ok()) return pages.status();
+    values = std::move(pages.value());
+  }
+  Count& count = counts_.try_emplace(worker, Count{incarnation, 0}).first->second;
+  if (count.incarnation != incarnation) count = {incarnation, 0};
+  HeldGradient& made = gradients_.emplace_back();
+  made.id = {worker, incarnation, count.next++};
+  made.step = step;
+  made.endpoint = endpoint;
+  made.values = std::move(values);
+  made.replies.resize(pieces_);
+  made.missing = pieces_ + 1;
+  return &made;
+}
+
+HeldGradient* Held::find(const GradientId& id) {
+  const auto found = std::find_if(gradients_.begin(), gradients_.end(),
+                                  [&](const HeldGradient& each) { return each.id == id; });
+  return found == gradients_.end() ? nullptr : &*found;
+}
+
+void Held::sweep() {
+  for (auto each = gradients_.begin(); each != gradients_.end();) {
+    if (!each->over()) {
+      ++each;
+      continue;
+    }
+    spare_values_.push_back(std::move(each->values));
+    each = gradients_.erase(each);
+  }
+}
+
+void Held::orphan(fabric::EndpointId endpoint) {
+  for (HeldGradient& each : gradients_) each.orphan |= each.endpoint == endpoint;
+  sweep();
+}
+
+Result<std::shared_ptr<Version>> Held::spare(fabric::Fabric& fabric) {
+  for (const auto& each : versions_) {
+    if (each.use_count() == 1) return each;
+  }
+  auto pages = Pages::allocate(Version::parameters_at() + parameter_bytes_,
+                               "a version of the parameters" + who_);
+  if (!pages.ok()) return pages.status();
+  auto made = std::make_shared<Version>();
+  made->slab.pages = std::move(pages.value());
+  if (Status status = made->slab.enrol(fabric, fabric::Access::kLocal); !status.ok()) return status;
+  versions_.push_back(made);
+  return made;
+}
+
+void Held::withdraw() {
+  current.reset();
+  for (const auto& each : versions_) each->slab.withdraw();
+}
+
+}  // namespace jaxrdma
