@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from jaxrdma.errors import TransportError as TransportError
     from jaxrdma.errors import UpdateError as UpdateError
     from jaxrdma.local import local_cluster as local_cluster
+    from jaxrdma.policy import Async as Async
+    from jaxrdma.policy import BoundedStaleness as BoundedStaleness
     from jaxrdma.policy import SyncReplicas as SyncReplicas
     from jaxrdma.session import Session as Session
     from jaxrdma.session import Stats as Stats
@@ -46,6 +48,8 @@ _HOME = {
     "TransportError": "errors",
     "UpdateError": "errors",
     "local_cluster": "local",
+    "Async": "policy",
+    "BoundedStaleness": "policy",
     "SyncReplicas": "policy",
     "Session": "session",
     "Stats": "session",

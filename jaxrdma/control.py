@@ -36,6 +36,7 @@ from jaxrdma.errors import (
     PeerFailedError,
     TransportError,
 )
+from jaxrdma.policy import Policy
 
 # Equal in all processes of a job, or they refuse each other: the control messages, the data wire format and the plan's
 # rules may change with any release.
@@ -116,13 +117,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class FlowProposal(msgspec.Struct, frozen=True, tag="flow_proposal"):
-    """A worker's model number `flow`. `programs` is the chief's alone: one opaque update program per server."""
+    """A worker's model number `flow`.
+
+    `policy` is resolved. `programs` is the chief's alone: one opaque update program per server.
+    """
 
     flow: int
     leaves: list[LeafSpec]
     digest: str
     mode: str
-    policy: str
+    policy: Policy
     update_fingerprint: str
     programs: list[bytes] = []
 
@@ -134,9 +138,26 @@ class Admitting(msgspec.Struct, frozen=True, tag="admitting"):
 
 
 class FlowReady(msgspec.Struct, frozen=True, tag="flow_ready"):
-    """A server's landing memory and update for `flow` stand ready."""
+    """A server's landing memory and update for `flow` stand ready. `holds`: whether any part of it is placed there."""
 
     flow: int
+    holds: bool = True
+
+
+class GradientName(msgspec.Struct, frozen=True, array_like=True):
+    """One gradient: those of an incarnation of a worker are numbered from 0, in the order of their pushes."""
+
+    worker: int
+    incarnation: int
+    sequence: int
+
+
+class Landed(msgspec.Struct, frozen=True, tag="landed"):
+    """A server holds all that it gets of `gradient`, which was computed on the parameters of `step`."""
+
+    flow: int
+    gradient: GradientName
+    step: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -238,7 +259,7 @@ class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
     leaves: list[LeafSpec]
     digest: str
     mode: str
-    policy: str
+    policy: Policy
     update_fingerprint: str
     program: bytes | None = None
 
@@ -247,6 +268,34 @@ class FlowStart(msgspec.Struct, frozen=True, tag="flow_start"):
     """Every server is ready for `flow`."""
 
     flow: int
+
+
+class Mean(msgspec.Struct, frozen=True, tag="mean"):
+    """These gradients, summed in this order, make the mean that leads from `step` to the next."""
+
+    step: int
+    gradients: list[GradientName]
+
+
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """This gradient is in no mean."""
+
+    gradient: GradientName
+
+
+class Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """The worker of this gradient gets the parameters of `step`, and is told whether its gradient counts."""
+
+    gradient: GradientName
+    step: int
+    accepted: bool
+
+
+class Decided(msgspec.Struct, frozen=True, tag="decided"):
+    """To every server that holds a part of `flow`, the same in the same order: what becomes of gradients."""
+
+    flow: int
+    decisions: list[Mean | Dropped | Answered]
 
 
 class FlowRejected(msgspec.Struct, frozen=True, tag="flow_rejected"):
@@ -282,7 +331,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 ClientMessage = (
-    Hello | Heartbeat | Admitting | FlowProposal | FlowReady | Failed | Left | Ended | Bye
+    Hello | Heartbeat | Admitting | FlowProposal | FlowReady | Landed | Failed | Left | Ended | Bye
 )
 CoordinatorMessage = (
     Welcome
@@ -292,6 +341,7 @@ CoordinatorMessage = (
     | Roster
     | FlowAgreed
     | FlowStart
+    | Decided
     | FlowRejected
     | MemberLeft
     | JobFailed

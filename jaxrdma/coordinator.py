@@ -18,6 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from jaxrdma import control
+from jaxrdma.aggregation import Aggregation, Decision
 from jaxrdma.cluster import ROLES, check_listen, format_address, parse_address
 from jaxrdma.control import (
     Admitting,
@@ -25,6 +26,7 @@ from jaxrdma.control import (
     Bye,
     ClientMessage,
     CoordinatorMessage,
+    Decided,
     Ended,
     Failed,
     FlowAgreed,
@@ -35,6 +37,7 @@ from jaxrdma.control import (
     Heartbeat,
     Hello,
     JobFailed,
+    Landed,
     Left,
     MemberLeft,
     Offer,
@@ -107,7 +110,9 @@ class _Flow:
     proposals: dict[int, FlowProposal] = field(default_factory=dict[int, FlowProposal])
     agreed: bool = False
     ready: set[int] = field(default_factory=set[int])
+    holders: set[int] = field(default_factory=set[int])  # servers that have a part of it
     started: bool = False
+    aggregation: Aggregation | None = None  # where something is left to decide about gradients
 
 
 def decide_transport(offers: Mapping[str, Offer]) -> tuple[str, str]:
@@ -248,6 +253,8 @@ class Membership:
                 return self._admitting(member, message.address)
             case FlowReady():
                 return self._ready(member, message, now)
+            case Landed():
+                return self._landed(member, message, now)
             case Hello():
                 return self._broken(member, "said hello twice", now)
 
@@ -482,10 +489,39 @@ class Membership:
         if member.hello.index in flow.ready:
             return []
         flow.ready.add(member.hello.index)
+        if message.holds:
+            flow.holders.add(member.hello.index)
         if len(flow.ready) < self._expected["server"]:
             return []
         flow.started = True
+        policy = flow.proposals[0].policy
+        if policy.held > 0 and flow.holders:
+            replicas = {m.hello.index: m.hello.incarnation for m in self._of("worker")}
+            flow.aggregation = Aggregation(policy, flow.holders, replicas)
+            for left in self._of("worker"):
+                if left.left:
+                    flow.aggregation.left(left.hello.index)
         return self._to(self._live(), FlowStart(message.flow))
+
+    def _landed(self, member: _Member, message: Landed, now: float) -> Outgoing:
+        flow = self._flows.get(message.flow)
+        if flow is None or flow.aggregation is None or member.hello.index not in flow.holders:
+            return self._broken(
+                member, f"holds a gradient of model {message.flow}, which holds none there", now
+            )
+        decisions = flow.aggregation.landed(member.hello.index, message.gradient, message.step)
+        return self._decided(message.flow, flow, decisions) + self._stranded(flow, now)
+
+    def _decided(self, number: int, flow: _Flow, decisions: list[Decision]) -> Outgoing:
+        if not decisions:
+            return []
+        holders = [m for m in self._of("server") if m.hello.index in flow.holders and not m.gone]
+        return self._to(holders, Decided(number, decisions))
+
+    def _stranded(self, flow: _Flow, now: float) -> Outgoing:
+        """Fails the job if somebody waits for a step that those who have left were needed for."""
+        text = flow.aggregation.stranded() if flow.aggregation is not None else ""
+        return self._fail("left", text, None, now) if text else []
 
     def _reject(self, number: int, difference: str, member: _Member, now: float) -> Outgoing:
         text = f"model {number} is not the same on all workers: {difference}"
@@ -519,6 +555,10 @@ class Membership:
             if not flow.agreed and member.hello.index not in flow.proposals:
                 waiting = f"worker {min(flow.proposals)}"
                 return out + self._fail("left", _deserted(member, number, waiting), member, now)
+            if flow.aggregation is not None:
+                flow.aggregation.left(member.hello.index)
+                if stranded := self._stranded(flow, now):
+                    return out + stranded
         if all(m.left for m in self._of("worker")):
             self._shutdown_since = now
             out += self._to([m for m in self._live() if m.hello.role == "server"], Shutdown())
@@ -716,6 +756,8 @@ def _difference(a: FlowProposal, b: FlowProposal, a_name: str, b_name: str) -> s
         ("digest", "the plan"),
     ):
         mine, theirs = getattr(a, name), getattr(b, name)
+        if name == "policy":
+            mine, theirs = mine.describe(), theirs.describe()
         if mine != theirs:
             return f"{what} differs: {a_name} has {mine!r}, {b_name} has {theirs!r}"
     return None

@@ -39,6 +39,10 @@ def _pages(number: int) -> int:
     return -(-number // _PAGE_BYTES) * _PAGE_BYTES
 
 
+# Of the parameters, where gradients are held: the newest, the one that is being made, one that is still read.
+_COPIES = 3
+
+
 def slots_bytes(slots: int, partition_bytes: int) -> int:
     """The slots of one worker on one server: landing memory there, and what is on its way here. By one device."""
     return _pages(slots * (_HEADER_BYTES + -(-partition_bytes // 64) * 64))
@@ -49,8 +53,12 @@ def connections_bytes(peers: int, partition_bytes: int, slots: int = SLOTS_PER_W
     return peers * (slots_bytes(slots, partition_bytes) + QUEUE_BYTES)
 
 
-def shard_bytes(plan: "Plan", server: int, mode: str, workers: int) -> int:
-    """What a server locks for its part of a model: the sums, and the parameters or the means if they are others."""
+def shard_bytes(plan: "Plan", server: int, mode: str, workers: int, held: bool = False) -> int:
+    """What a server locks for its part of a model: the sums, and the parameters or the means if they are others.
+
+    `held`: gradients are held until it is decided about them, and answered with copies of one version. Three copies are
+    reckoned with; there is one more for each further worker that is still reading an older version.
+    """
     from jaxrdma.plan import ITEM_BYTES
 
     if mode == "average" and workers == 1:
@@ -65,7 +73,8 @@ def shard_bytes(plan: "Plan", server: int, mode: str, workers: int) -> int:
         sums += -(-count * max(width, 4) // 64) * 64
         if mode == "update" or width < 4:
             results += -(-count * width // 64) * 64
-    return _pages(sums) + _pages(results)
+    copies = _COPIES * _pages(results) if held else 0
+    return _pages(sums) + _pages(results) + copies
 
 
 def copy_bytes(plan: "Plan") -> int:

@@ -85,12 +85,13 @@ def _sources(spec: ClusterSpec, choices: Sequence[Candidate]) -> list[_native.Ve
     ]
 
 
-def flow_spec(flow: int, mode: str, plan: Plan) -> _native.FlowSpec:
-    """The native half of `plan`."""
+def flow_spec(flow: int, mode: str, plan: Plan, held: int = 0) -> _native.FlowSpec:
+    """The native half of `plan`. `held`: as in `control.FlowProposal`."""
     return _native.FlowSpec(
         id=flow,
         mode=_native.FlowMode.UPDATE if mode == "update" else _native.FlowMode.AVERAGE,
         dtypes=[getattr(_native.DType, leaf.dtype) for leaf in plan.leaves],
         elements=[math.prod(leaf.shape) for leaf in plan.leaves],
         partitions=[(p.leaf, p.server, p.begin, p.elements) for p in plan.partitions],
+        held=held,
     )

@@ -6,13 +6,21 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from jaxrdma import control, transport
 from jaxrdma.cluster import ClusterSpec, bind
 from jaxrdma.control import (
+    Answered,
     ControlClient,
+    Decided,
+    Dropped,
     FlowAgreed,
     FlowReady,
+    GradientName,
     JobFailed,
+    Landed,
+    Mean,
     MemberLeft,
     Message,
     Shutdown,
@@ -171,6 +179,9 @@ class _Server:
                 self._initialise(event.flow, event.step)
             case kind.STEP_READY:
                 self._apply(event.flow, event.step)
+            case kind.GRADIENT:
+                name = GradientName(*event.gradient)
+                self._client.send(Landed(event.flow, name, event.step))
             case kind.WORKER_LOST:
                 if event.worker not in self._left:
                     self._suspects[event.worker] = (time.monotonic(), event.text)
@@ -200,6 +211,8 @@ class _Server:
         match message:
             case FlowAgreed():
                 self._prepare(message)
+            case Decided():
+                self._carry_out(message)
             case MemberLeft(role="worker"):
                 self._left.add(message.index)
                 self._suspects.pop(message.index, None)
@@ -229,10 +242,34 @@ class _Server:
             self._updates[agreed.flow] = ServerUpdate(agreed.program or b"")
         self._plans[agreed.flow] = plan
         if self._locked is not None:
-            need = shard_bytes(plan, self._spec.index, agreed.mode, self._spec.num_workers)
+            need = shard_bytes(
+                plan,
+                self._spec.index,
+                agreed.mode,
+                self._spec.num_workers,
+                held=agreed.policy.held > 0,
+            )
             self._locked.add(f"its part of model {agreed.flow}", need)
-        raise_for(self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan)))
-        self._client.send(FlowReady(agreed.flow))
+        raise_for(
+            self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan, agreed.policy.held))
+        )
+        holds = any(p.server == self._spec.index for p in plan.partitions)
+        self._client.send(FlowReady(agreed.flow, holds))
+
+    def _carry_out(self, decided: Decided) -> None:
+        from jaxrdma.native import raise_for
+
+        for decision in decided.decisions:
+            match decision:
+                case Mean(step, gradients):
+                    names = [msgspec.structs.astuple(gradient) for gradient in gradients]
+                    raise_for(self._engine.aggregate(decided.flow, step, names))
+                case Dropped(gradient):
+                    name = msgspec.structs.astuple(gradient)
+                    raise_for(self._engine.drop(decided.flow, name))
+                case Answered(gradient, step, accepted):
+                    name = msgspec.structs.astuple(gradient)
+                    raise_for(self._engine.answer(decided.flow, name, step, accepted))
 
     def _initialise(self, flow: int, step: int) -> None:
         self._updates[flow].initialise(self._views(flow, "parameters"))
@@ -288,7 +325,11 @@ class _Server:
     def _summary(self) -> None:
         stats = self._engine.stats()
         accepted = ", ".join(f"worker {i}: {count}" for i, count in enumerate(stats.accepted))
+        dropped = [
+            f"worker {i}: {count}" for i, count in enumerate(stats.gradients_dropped) if count
+        ]
+        late = f"; dropped from {', '.join(dropped)}" if dropped else ""
         control.say_on_stderr(
-            f"server {self._spec.index}: {stats.steps} steps; gradients accepted from {accepted}; "
+            f"server {self._spec.index}: {stats.steps} steps; gradients accepted from {accepted}{late}; "
             f"{sum(stats.dropped)} dropped, {stats.duplicates} came twice"
         )

@@ -32,7 +32,7 @@ from jaxrdma.errors import (
 from jaxrdma.memory import Locked, copy_bytes
 from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
-from jaxrdma.policy import SyncReplicas
+from jaxrdma.policy import Policy, SyncReplicas
 from jaxrdma.signals import SignalWatch, tell_interrupts_plainly
 from jaxrdma.step import AverageState, PSState
 
@@ -187,7 +187,7 @@ class Session:
         self,
         params: Any,
         update: "optax.GradientTransformation",
-        policy: SyncReplicas | None = None,
+        policy: Policy | None = None,
     ) -> PSState:
         """Agree with the other workers on a model, and start it from the chief's parameters.
 
@@ -197,7 +197,8 @@ class Session:
 
         - `params`: a tree of float32, bfloat16, float16 or float64 arrays.
         - `update`: an optax transformation; it runs on the servers, each on its shard.
-        - `policy`: whose gradients form a step. Default: one of every worker.
+        - `policy`: whose gradients form a step: `SyncReplicas`, `Async` or `BoundedStaleness`. Default: one of every
+          worker.
 
         **Returns:** the state at step 0, the same on every worker.
 
@@ -362,7 +363,7 @@ class Session:
         treedef: Any,
         plan: Plan,
         mode: str,
-        policy: SyncReplicas,
+        policy: Policy,
         fingerprint: str,
         programs: list[bytes],
     ) -> int:
@@ -375,7 +376,7 @@ class Session:
                 leaves=leaves,
                 digest=plan.digest,
                 mode=mode,
-                policy=resolved.describe(),
+                policy=resolved,
                 update_fingerprint=fingerprint,
                 programs=programs,
             )
@@ -386,7 +387,7 @@ class Session:
         )
         if self._locked is not None:
             self._locked.add(f"a copy of model {flow}", copy_bytes(plan))
-        spec = flow_spec(flow, mode, plan)
+        spec = flow_spec(flow, mode, plan, resolved.held)
         raise_for(self._engine.add_flow(spec))
         self._models.append(_Model(plan, spec))
         calls = step.make_calls(self.id, flow, leaves, average=mode == "average")

@@ -350,6 +350,7 @@ void bind_server(nb::module_& m) {
       .def_ro("steps", &ServerStats::steps)
       .def_ro("accepted", &ServerStats::accepted)
       .def_ro("dropped", &ServerStats::dropped)
+      .def_ro("gradients_dropped", &ServerStats::gradients_dropped)
       .def_ro("duplicates", &ServerStats::duplicates)
       .def_ro("refused", &ServerStats::refused);
   nb::class_<ServerEngine>(m, "ServerEngine")

@@ -128,7 +128,8 @@ class Engine final : public ServerEngine {
         fabric_(std::move(fabric)),
         transport_(fabric_->describe()),
         members_(options_.workers),
-        dropped_(options_.workers) {}
+        dropped_(options_.workers),
+        gradients_dropped_(options_.workers) {}
   ~Engine() override { close(); }
 
   Status start();
@@ -249,6 +250,7 @@ class Engine final : public ServerEngine {
   uint64_t duplicates_ = 0;
   uint64_t refused_ = 0;
   std::vector<uint64_t> dropped_;
+  std::vector<uint64_t> gradients_dropped_;
 
   std::mutex event_lock_;
   std::condition_variable event_added_;
@@ -1165,7 +1167,7 @@ Status Engine::drop(uint16_t id, const GradientId& gradient) {
   }
   each->named = true;
   each->spent = true;
-  dropped_[gradient.worker] += flow.pieces.size();
+  ++gradients_dropped_[gradient.worker];
   recorder_.add(Stage::kDropped, id, each->step, 0, static_cast<uint16_t>(gradient.worker));
   flow.held->sweep();
   return Status();
@@ -1437,6 +1439,7 @@ ServerStats Engine::stats() const {
   stats.duplicates = duplicates_;
   stats.refused = refused_;
   stats.dropped = dropped_;
+  stats.gradients_dropped = gradients_dropped_;
   stats.accepted.resize(options_.workers);
   for (const auto& flow : flows_) {
     if (flow == nullptr || flow->pieces.empty()) continue;

@@ -67,11 +67,12 @@ struct LeafShard {
 struct ServerStats {
   uint64_t bytes_pushed = 0;
   uint64_t bytes_pulled = 0;
-  uint64_t steps = 0;              ///< whole steps published, over all flows
-  std::vector<uint64_t> accepted;  ///< per worker: whole gradients in a mean
-  std::vector<uint64_t> dropped;   ///< per worker: stale or dropped pushes, in partitions
-  uint64_t duplicates = 0;         ///< partitions that came twice
-  uint64_t refused = 0;            ///< connections turned away
+  uint64_t steps = 0;                       ///< whole steps published, over all flows
+  std::vector<uint64_t> accepted;           ///< per worker: whole gradients in a mean
+  std::vector<uint64_t> dropped;            ///< per worker: stale pushes, in partitions
+  std::vector<uint64_t> gradients_dropped;  ///< per worker: held gradients that are in no mean
+  uint64_t duplicates = 0;                  ///< partitions that came twice
+  uint64_t refused = 0;                     ///< connections turned away
 };
 
 class ServerEngine {

@@ -162,7 +162,7 @@ TEST_CASE("held: the gradients that are named form the mean, and each worker is 
   CHECK(job.worker(1).stats().last_step == 1);
   const ServerStats stats = job.server(0).stats();
   CHECK(stats.accepted == std::vector<uint64_t>{1, 0, 1});
-  CHECK(stats.dropped == std::vector<uint64_t>{0, 6, 0});
+  CHECK(stats.gradients_dropped == std::vector<uint64_t>{0, 1, 0});
   CHECK(stats.steps == 1);
 }
 

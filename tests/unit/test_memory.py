@@ -20,6 +20,7 @@ def test_a_server_locks_sums_and_what_it_sends_if_that_is_another_thing():
     sums = pages(1000 * 64 * 4 + (1000 * 4 + 63) // 64 * 64)
     parameters = pages(1000 * 64 * 4 + (1000 * 2 + 63) // 64 * 64)
     assert memory.shard_bytes(PLAN, 0, "update", 2) == sums + parameters
+    assert memory.shard_bytes(PLAN, 0, "update", 2, held=True) == sums + 4 * parameters
     assert memory.shard_bytes(PLAN, 0, "average", 2) == sums + pages(1000 * 2)
     assert memory.shard_bytes(PLAN, 0, "average", 1) == 0
 
