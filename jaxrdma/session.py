@@ -225,7 +225,8 @@ class Session:
         values, status = self._receive(kind, flow, host)
         if not status.ok:
             raise self._first_cause(status)
-        return self._state(flow, values, arrays, jnp.zeros((), jnp.int32))
+        zero = jnp.zeros((), jnp.int32)
+        return self._state(flow, values, arrays, zero, jnp.copy(zero))
 
     def read(self, state: PSState) -> PSState:
         """The parameters as the servers hold them now, and their step; over verbs.
@@ -264,7 +265,8 @@ class Session:
         else:
             # The servers hold nothing, of any step. A copy, because either state may be donated.
             newest = jnp.array(state.step, copy=True)
-        return self._state(state.flow, values, likes, newest)
+        dropped = jnp.asarray(self._engine.stats().dropped_of_flow[state.flow], jnp.int32)
+        return self._state(state.flow, values, likes, newest, dropped)
 
     def average_flow(self, params: Any, known: dict[tuple[LeafSpec, ...], int]) -> int:
         """The number of a model whose gradients are averaged only. For `average_gradients`.
@@ -411,11 +413,16 @@ class Session:
         return values, status
 
     def _state(
-        self, flow: int, values: Sequence[Any], likes: Sequence[Any], step: jax.Array
+        self,
+        flow: int,
+        values: Sequence[Any],
+        likes: Sequence[Any],
+        step: jax.Array,
+        dropped: jax.Array,
     ) -> PSState:
         """A state of `values`, each placed as the one of `likes` is."""
         placed = [_place(value, like) for value, like in zip(values, likes, strict=True)]
-        return PSState(self._flows[flow].unflatten(placed), step, self.id, flow)
+        return PSState(self._flows[flow].unflatten(placed), step, dropped, self.id, flow)
 
     # --- reading ---
 

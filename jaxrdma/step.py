@@ -36,7 +36,7 @@ _GRADIENT_DTYPES = {
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "step"],
+    data_fields=["params", "step", "dropped"],
     meta_fields=["session", "flow"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,15 @@ class PSState:
     **Attributes:**
 
     - `params`: the tree given to `Session.init`, its leaves as JAX arrays.
-    - `step`: int32 scalar, the version of `params`: 0 after `init`, one more after each `ps_step`.
+    - `step`: int32 scalar, the version of `params`: 0 after `init`, one more after each `ps_step` unless the policy
+      says otherwise.
+    - `dropped`: int32 scalar: so many gradients of this worker came too late for a mean, and did not count.
     - `session`, `flow`: small numbers that say which connection and which model; static.
     """
 
     params: Any
     step: jax.Array
+    dropped: jax.Array
     session: int
     flow: int
 
@@ -100,7 +103,8 @@ def ps_step(state: PSState, grads: Any) -> PSState:
     - `grads`: a tree like `state.params`; each leaf of the same shape, float32, bfloat16 or float16 (float64 for a
       float64 parameter). Sums are formed in float32 (float64), and the mean over the workers is applied.
 
-    **Returns:** the state of `state.step + 1`.
+    **Returns:** the state of `state.step + 1`; with another policy than `SyncReplicas()`, of the version that this
+    worker may go on with.
 
     **Raises:** `MismatchError` if `grads` does not fit, naming the leaf; `CancelledError` if the session is closed;
     `TypeError` under `vmap` or `grad`. When the program runs, `jax.errors.JaxRuntimeError` with a text that names the
@@ -109,8 +113,8 @@ def ps_step(state: PSState, grads: Any) -> PSState:
     flow = find_flow(state.session, state.flow, "ps_step")
     params = flow.flatten("params", state.params, exact=True)
     pushed = flow.flatten("grads", grads)
-    step, results = flow.calls.exchange(state.step, params, pushed)
-    return dataclasses.replace(state, params=flow.unflatten(results), step=step)
+    step, dropped, results = flow.calls.exchange(state.step, params, pushed)
+    return dataclasses.replace(state, params=flow.unflatten(results), step=step, dropped=dropped)
 
 
 def push(state: PSState, grads: Any) -> Ticket:
@@ -128,8 +132,8 @@ def push(state: PSState, grads: Any) -> Ticket:
 def pull(ticket: Ticket) -> PSState:
     """The second half of `ps_step`: wait for the parameters that answer a `push`."""
     flow = find_flow(ticket.session, ticket.flow, "pull")
-    step, results = flow.calls.pull(ticket.step)
-    return PSState(flow.unflatten(results), step, ticket.session, ticket.flow)
+    step, dropped, results = flow.calls.pull(ticket.step)
+    return PSState(flow.unflatten(results), step, dropped, ticket.session, ticket.flow)
 
 
 def average_gradients(session: "Session") -> "optax.GradientTransformation":
@@ -153,7 +157,7 @@ def average_gradients(session: "Session") -> "optax.GradientTransformation":
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AverageState]:
         del params
         flow = find_flow(state.session, state.flow, "average_gradients")
-        step, results = flow.calls.exchange(
+        step, _, results = flow.calls.exchange(
             state.step, (), flow.flatten("grads", updates, exact=True)
         )
         return flow.unflatten(results), dataclasses.replace(state, step=step)
@@ -200,6 +204,9 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
     """
     specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     step_spec = jax.ShapeDtypeStruct((), np.int32)
+    told_spec = jax.ShapeDtypeStruct(
+        (2,), np.int32
+    )  # the step, and how many gradients were dropped
 
     def call(
         kind: _native.OperationKind,
@@ -220,22 +227,22 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
 
     def exchange(
         step: Any, params: tuple[Any, ...], grads: tuple[Any, ...]
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, Any, list[Any]]:
         operands = (step, *params, *grads)
         # typeof, not the flow's own spec: inside shard_map a result must carry the operand's varying axes.
         like = grads if average else params
-        results = [step_spec, *map(jax.typeof, like)]
+        results = [told_spec, *map(jax.typeof, like)]
         aliases = {i + 1: i + 1 for i, x in enumerate(like) if x.size}
-        step, *out = call(_native.OperationKind.EXCHANGE, len(params), results, aliases, operands)
-        return step, out
+        told, *out = call(_native.OperationKind.EXCHANGE, len(params), results, aliases, operands)
+        return told[0], told[1], out
 
     def push_call(step: Any, grads: tuple[Any, ...]) -> Any:
         (ticket,) = call(_native.OperationKind.PUSH, 0, [step_spec], {}, (step, *grads))
         return ticket
 
-    def pull_call(ticket: Any) -> tuple[Any, list[Any]]:
-        step, *out = call(_native.OperationKind.PULL, 0, [step_spec, *specs], {}, (ticket,))
-        return step, out
+    def pull_call(ticket: Any) -> tuple[Any, Any, list[Any]]:
+        told, *out = call(_native.OperationKind.PULL, 0, [told_spec, *specs], {}, (ticket,))
+        return told[0], told[1], out
 
     return Calls(
         _guard("ps_step" if not average else "average_gradients", exchange),

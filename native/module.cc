@@ -256,6 +256,7 @@ void bind_worker(nb::module_& m) {
       .def_ro("steps", &WorkerStats::steps)
       .def_ro("gradients_accepted", &WorkerStats::gradients_accepted)
       .def_ro("gradients_dropped", &WorkerStats::gradients_dropped)
+      .def_ro("dropped_of_flow", &WorkerStats::dropped_of_flow)
       .def_ro("last_step", &WorkerStats::last_step)
       .def_ro("last_read", &WorkerStats::last_read);
   nb::class_<WorkerEngine>(m, "WorkerEngine")

@@ -114,11 +114,12 @@ struct Flow {
   /// Answers of everything else land here where the buffers that they are for cannot be registered.
   Mirror bounce;
   Staged staged;
-  Mirror copies;        ///< what was read lands here until it is known to be of one version
-  Slab locations;       ///< wire::Location of every partition, as the servers told
-  Slab seals;           ///< wire::Seal before and after, of every server
-  int64_t newest = -1;  ///< version of the parameters that came back last
-  Slab verdicts;        ///< wire::Verdict of every server, where gradients are held
+  Mirror copies;         ///< what was read lands here until it is known to be of one version
+  Slab locations;        ///< wire::Location of every partition, as the servers told
+  Slab seals;            ///< wire::Seal before and after, of every server
+  int64_t newest = -1;   ///< version of the parameters that came back last
+  uint32_t dropped = 0;  ///< gradients that were not counted
+  Slab verdicts;         ///< wire::Verdict of every server, where gradients are held
   bool located = false;
   Reading reading;
 
@@ -973,7 +974,8 @@ Status Engine::stepped(const Operation& operation, Flow& flow, Status status) {
     ++stats_.steps;
     ++(accepted ? stats_.gradients_accepted : stats_.gradients_dropped);
     stats_.last_step = flow.newest = version;
-    if (operation.version != nullptr) *operation.version = version;
+    if (!accepted) ++flow.dropped;
+    if (operation.outcome != nullptr) *operation.outcome = {version, flow.dropped};
   } else if (status.code() == Code::kStale) {
     ++stats_.gradients_dropped;
   }
@@ -1059,8 +1061,10 @@ void Engine::settle(Active* active) {
     Flow& flow = *flows_[active->operation.flow];
     status = stepped(active->operation, flow, std::move(status));
   } else if (kind != OperationKind::kPush && status.ok()) {
-    stats_.last_step = flows_[active->operation.flow]->newest = active->operation.step;
-    if (active->operation.version != nullptr) *active->operation.version = active->operation.step;
+    Flow& flow = *flows_[active->operation.flow];
+    stats_.last_step = flow.newest = active->operation.step;
+    if (active->operation.outcome != nullptr)
+      *active->operation.outcome = {active->operation.step, flow.dropped};
   }
   finish(found, std::move(status));
 }
@@ -1135,7 +1139,9 @@ std::vector<Pending> Engine::pending(size_t limit) const {
 
 WorkerStats Engine::stats() const {
   std::lock_guard guard(progress_lock_);
-  return stats_;
+  WorkerStats stats = stats_;
+  for (const auto& flow : flows_) stats.dropped_of_flow.push_back(flow->dropped);
+  return stats;
 }
 
 Status Engine::status() const {

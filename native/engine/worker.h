@@ -55,15 +55,22 @@ enum class OperationKind : uint8_t {
   kRead = 5,
 };
 
+/// What an operation brought beside the parameters.
+struct Outcome {
+  /// Of the parameters. `step` + 1 after an exchange or a pull, but of a flow whose gradients are
+  /// held, where it may be any.
+  int64_t version = 0;
+  /// So many gradients that this worker pushed for this flow are in no mean.
+  uint32_t dropped = 0;
+};
+
 struct Operation {
   OperationKind kind;
   uint16_t flow;
   int64_t step;
   std::vector<LeafBuffers> leaves;
-  /// Where the version of the parameters that came back goes before `done` is called, if that ends
-  /// well and parameters came. `step` + 1 after an exchange or a pull, but of a flow whose
-  /// gradients are held, where it may be any. Null: nobody asks.
-  std::shared_ptr<int64_t> version;
+  /// Filled before `done` is called, if that ends well and parameters came. Null: nobody asks.
+  std::shared_ptr<Outcome> outcome;
   /// Called exactly once, on a thread of its own.
   std::function<void(const Status&)> done;
 };
@@ -83,9 +90,10 @@ struct WorkerStats {
   uint64_t bytes_pulled = 0;  ///< parameter payload
   uint64_t steps = 0;         ///< exchanges and pulls that ended well
   uint64_t gradients_accepted = 0;
-  uint64_t gradients_dropped = 0;  ///< pushes a server called stale, or did not count
-  int64_t last_step = -1;          ///< the newest step that came back
-  int64_t last_read = -1;          ///< the step that the last kRead found
+  uint64_t gradients_dropped = 0;         ///< pushes a server called stale, or did not count
+  std::vector<uint32_t> dropped_of_flow;  ///< pushes that were not counted, by flow
+  int64_t last_step = -1;                 ///< the newest step that came back
+  int64_t last_read = -1;                 ///< the step that the last kRead found
 };
 
 class WorkerEngine {

@@ -70,7 +70,8 @@ xf::Future failed(xf::Error error) {
 }
 
 /// Operands: step, then whatever the results are aliased with, then from `first_source` on the
-/// gradients. Results: the step, then one per leaf, none for a push. Everything is copied out of
+/// gradients. Results: the step, or the step and how many gradients were dropped, then one per
+/// leaf, none for a push. Everything is copied out of
 /// the call frame before this returns: XLA recycles the frame while the operation is under way.
 xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
                 xf::Result<xf::AnyBuffer> step_result, xf::RemainingRets results, int64_t session,
@@ -84,6 +85,10 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
         xf::Error(xf::ErrorCode::kFailedPrecondition,
                   "jaxrdma: session " + std::to_string(session) +
                       " of this program is not open in this process (closed, or never connected)"));
+  }
+  if (step_result->element_type() != xf::DataType::S32 || step_result->element_count() == 0 ||
+      step_result->element_count() > 2) {
+    return failed(xf::Error::InvalidArgument("jaxrdma: the first result must be one or two int32"));
   }
   int32_t step_value = 0;
   std::memcpy(&step_value, step.untyped_data(), sizeof(step_value));
@@ -116,17 +121,19 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
   }
   auto* next_step = static_cast<std::byte*>(step_result->untyped_data());
   // A push returns the step that it was given: its pull will ask for it.
-  operation.version = std::make_shared<int64_t>(step_value);
+  operation.outcome = std::make_shared<Outcome>(Outcome{step_value, 0});
+  const size_t told = step_result->element_count();
 
   auto promise = std::make_shared<xf::Promise>();
   xf::Future future(*promise);
-  operation.done = [promise, next_step, version = operation.version](const Status& status) {
+  operation.done = [promise, next_step, told, outcome = operation.outcome](const Status& status) {
     if (!status.ok()) {
       promise->SetError(xla_error(status));
       return;
     }
-    const auto next_value = static_cast<int32_t>(*version);
-    std::memcpy(next_step, &next_value, sizeof(next_value));
+    const int32_t values[] = {static_cast<int32_t>(outcome->version),
+                              static_cast<int32_t>(outcome->dropped)};
+    std::memcpy(next_step, values, told * sizeof(values[0]));
     promise->SetAvailable();
   };
   engine->start(std::move(operation));

@@ -36,7 +36,7 @@ class Call {
     if (source != nullptr) leaf.source = reinterpret_cast<const std::byte*>(source->data());
     if (target != nullptr) leaf.target = reinterpret_cast<std::byte*>(target->data());
     operation.leaves.push_back(leaf);
-    operation.version = version_;
+    operation.outcome = brought_;
     operation.done = [this](const Status& status) {
       std::lock_guard guard(lock_);
       ++calls_;
@@ -52,8 +52,9 @@ class Call {
     CHECK(calls_ == 1);
     return *outcome_;
   }
-  /// Of what came back, once it has ended well.
-  int64_t version() const { return *version_; }
+  // Once it has ended well.
+  int64_t version() const { return brought_->version; }
+  uint32_t dropped() const { return brought_->dropped; }
   bool ended() {
     std::lock_guard guard(lock_);
     return outcome_.has_value();
@@ -63,7 +64,7 @@ class Call {
   std::mutex lock_;
   std::condition_variable changed_;
   std::optional<Status> outcome_;
-  std::shared_ptr<int64_t> version_ = std::make_shared<int64_t>(-1);
+  std::shared_ptr<jaxrdma::Outcome> brought_ = std::make_shared<jaxrdma::Outcome>();
   int calls_ = 0;
 };
 

@@ -160,6 +160,8 @@ TEST_CASE("held: the gradients that are named form the mean, and each worker is 
   CHECK(job.worker(1).stats().gradients_accepted == 0);
   CHECK(job.worker(1).stats().gradients_dropped == 1);
   CHECK(job.worker(1).stats().last_step == 1);
+  CHECK(second.call.dropped() == 1);
+  CHECK(third.call.dropped() == 0);
   const ServerStats stats = job.server(0).stats();
   CHECK(stats.accepted == std::vector<uint64_t>{1, 0, 1});
   CHECK(stats.gradients_dropped == std::vector<uint64_t>{0, 1, 0});

@@ -21,6 +21,7 @@ from jaxrdma.session import Session
 OK = _native.Status(_native.Code.OK, "")
 STALE = _native.Status(_native.Code.STALE, "they did not rest")
 
+ZERO = jnp.zeros((), jnp.int32)
 PARAMS = {
     "w": jnp.zeros((3, 2), jnp.float32),
     "b": jnp.zeros((5,), jnp.bfloat16),
@@ -61,7 +62,7 @@ class Engine:
         return status
 
     def stats(self) -> Any:
-        return SimpleNamespace(last_read=self.last_read)
+        return SimpleNamespace(last_read=self.last_read, dropped_of_flow=[3])
 
 
 class Opened:
@@ -92,7 +93,7 @@ class Opened:
         )
         calls = step.make_calls(number, 0, leaves, average=False)
         self.session._flows[0] = step.FlowCalls(tuple(leaves), treedef, calls)
-        self.state = jaxrdma.PSState(params, jnp.zeros((), jnp.int32), number, 0)
+        self.state = jaxrdma.PSState(params, ZERO, ZERO, number, 0)
 
     def read(self) -> jaxrdma.PSState:
         return self.session.read(self.state)
@@ -137,7 +138,7 @@ def test_each_read_has_arrays_of_its_own():
 def test_a_model_without_elements_is_at_the_step_of_its_state():
     opened = Opened({"none": jnp.zeros((0, 4))})
     opened.state = jaxrdma.PSState(
-        opened.state.params, jnp.asarray(5, jnp.int32), opened.session.id, 0
+        opened.state.params, jnp.asarray(5, jnp.int32), ZERO, opened.session.id, 0
     )
     found = opened.read()
     opened.state.step.delete()
@@ -147,7 +148,8 @@ def test_a_model_without_elements_is_at_the_step_of_its_state():
 def test_what_changes_while_it_is_read_is_read_again():
     opened = Opened(PARAMS, "verbs", STALE, STALE, STALE)
     opened.engine.version = 3
-    assert int(opened.read().step) == 3
+    found = opened.read()
+    assert (int(found.step), int(found.dropped)) == (3, 3)
     assert len(opened.engine.asked) == 4
 
 
@@ -206,7 +208,9 @@ def test_reading_inside_a_transformation_is_refused(trace: str):
         "vmap": lambda: jax.vmap(read)(jax.tree.map(lambda x: jnp.stack([x, x]), state)),
         "grad": lambda: jax.grad(
             lambda s: read(
-                jaxrdma.PSState(state.params | {"s": s}, state.step, state.session, 0)
+                jaxrdma.PSState(
+                    state.params | {"s": s}, state.step, state.dropped, state.session, 0
+                )
             ).params["s"]
         )(1.0),
     }[trace]
@@ -225,10 +229,10 @@ def test_a_state_of_another_session_or_model_is_refused():
     opened, other = Opened(), Opened()
     with pytest.raises(jaxrdma.MismatchError, match="init"):
         opened.session.read(other.state)
-    of_no_model = jaxrdma.PSState(PARAMS, opened.state.step, opened.session.id, 1)
+    of_no_model = jaxrdma.PSState(PARAMS, ZERO, ZERO, opened.session.id, 1)
     with pytest.raises(jaxrdma.StepError, match="not initialised"):
         opened.session.read(of_no_model)
-    other_leaves = jaxrdma.PSState({"w": jnp.zeros(3)}, opened.state.step, opened.session.id, 0)
+    other_leaves = jaxrdma.PSState({"w": jnp.zeros(3)}, ZERO, ZERO, opened.session.id, 0)
     with pytest.raises(jaxrdma.MismatchError, match="tree of params"):
         opened.session.read(other_leaves)
 

@@ -60,7 +60,7 @@ def main() -> None:
                     "after": int(state.step),
                     "values": sorted({float(x) for leaf in leaves for x in leaf}),
                     "accepted": stats.gradients_accepted,
-                    "dropped": stats.gradients_dropped,
+                    "dropped": int(state.dropped),
                 }
             )
         )

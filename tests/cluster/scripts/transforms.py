@@ -117,7 +117,7 @@ def main() -> None:
             "under vmap": lambda: jax.vmap(step)(pair),
             "cannot be differentiated": lambda: jax.grad(
                 lambda p: (
-                    step(jaxrdma.PSState(p, state.step, state.session, state.flow))
+                    step(jaxrdma.PSState(p, state.step, state.dropped, state.session, state.flow))
                     .params["b"]
                     .sum()
                 )
