@@ -49,13 +49,14 @@ class Aggregation:
         self._policy = policy
         self._servers = frozenset(servers)
         self._replicas = {index: _Replica(incarnation) for index, incarnation in replicas.items()}
+        self._gone: set[int] = set()
         self._first = step
         self._step = step
         self._landing: dict[GradientName, set[int]] = {}
         # For the mean of `step`, or, with bounded staleness, of later ones: by step.
         self._candidates: dict[int, list[GradientName]] = {}
-        # Bounded staleness: of each replica, the gradient that is not answered, and the step that it waits for.
-        self._unanswered: dict[GradientName, int] = {}
+        # Bounded staleness: gradients that are not answered, by the step that they wait for.
+        self._unanswered: dict[int, list[GradientName]] = {}
 
     @property
     def step(self) -> int:
@@ -97,16 +98,16 @@ class Aggregation:
         """`worker` will push nothing any more. What it has pushed counts."""
         if worker in self._replicas:
             self._replicas[worker].left = True
+            self._gone.add(worker)
 
     def stranded(self) -> str:
         """Why somebody waits for a step that can never be; empty if nobody does.
 
         A worker that has left ends no step that can do without it.
         """
-        gone = [f"worker {i}" for i, r in sorted(self._replicas.items()) if r.left]
-        if not gone:
+        if not self._gone:
             return ""
-        who = f"{' and '.join(gone)} left the job"
+        who = f"{' and '.join(f'worker {i}' for i in sorted(self._gone))} left the job"
         match self._policy:
             case SyncReplicas(quorum, total):
                 assert quorum is not None and total is not None
@@ -124,9 +125,10 @@ class Aggregation:
             case Async():
                 return ""
             case BoundedStaleness():
-                for i, replica in sorted(self._replicas.items()):
+                for i in sorted(self._gone):
+                    replica = self._replicas[i]
                     missing = self._first + replica.pushed
-                    if replica.left and any(w > missing for w in self._unanswered.values()):
+                    if any(wanted > missing for wanted in self._unanswered):
                         return (
                             f"worker {i} left the job after {replica.pushed} gradients, and others wait for step "
                             f"{missing}, to which each worker gives one; all workers must run the same number of steps"
@@ -165,25 +167,23 @@ class Aggregation:
     def _of_bounded(self, replica: _Replica, gradient: GradientName, k: int) -> list[Decision]:
         number = self._first + gradient.sequence  # of the step that it is for
         self._candidates.setdefault(number, []).append(gradient)
-        self._unanswered[gradient] = number + 1 - k
+        wanted = number + 1 - k
+        waits = wanted > self._step
+        if waits:
+            self._unanswered.setdefault(wanted, []).append(gradient)
         decisions: list[Decision] = []
         while len(self._candidates.get(self._step, [])) == len(self._replicas):
             decisions += self._mean(self._candidates[self._step])
-            # Each of these versions may be somebody's answer: servers give the one that they have reached.
-            decisions += self._answer_due()
-        return decisions + self._answer_due()
-
-    def _answer_due(self) -> list[Decision]:
-        due = [name for name, wanted in self._unanswered.items() if wanted <= self._step]
-        for name in due:
-            del self._unanswered[name]
-        return [Answered(name, self._step, True) for name in due]
+            due = self._unanswered.pop(self._step, [])
+            decisions += [Answered(name, self._step, True) for name in due]
+        # After the means: the slowest, whose gradients complete them, is to have the newest.
+        return decisions if waits else [*decisions, Answered(gradient, self._step, True)]
 
     def _mean(self, candidates: Iterable[GradientName]) -> list[Decision]:
         names = sorted(candidates, key=lambda name: (name.worker, name.sequence))
         for name in names:
-            self._replicas[name.worker].accepted += 1
-        for replica in self._replicas.values():
+            replica = self._replicas[name.worker]
+            replica.accepted += 1
             replica.contributed = 0
         self._candidates.pop(self._step, None)
         decision = Mean(self._step, names)

@@ -1,8 +1,10 @@
 """What is decided about gradients: rules, and a simulation of jobs whose messages come late, twice, out of order."""
 
+import os
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 from jaxrdma.aggregation import Aggregation, Count, Decision
 from jaxrdma.control import Answered, Dropped, GradientName, Mean
 from jaxrdma.policy import Async, BoundedStaleness, Policy, SyncReplicas
+
+LONG = os.environ.get("TEST_LONG") == "1"
 
 
 def make(policy: Policy, workers: int, servers: int = 1) -> Aggregation:
@@ -140,11 +144,20 @@ class Simulation:
         for decision in self.job.landed(*self.news.pop()):
             self.carry_out(decision)
 
+    def run(self, means: int) -> None:
+        """Until there are so many means."""
+        while len(self.means) < means:
+            assert self.news, "everything has arrived, and nobody goes on"
+            self.turn()
+        self.check()
+
     def carry_out(self, decision: Decision) -> None:
         match decision:
             case Mean(step, gradients):
                 assert step == len(self.means), "steps are gapless"
                 self.means.append(decision)
+                if isinstance(self.policy, BoundedStaleness):
+                    assert max(self.pushed) - min(self.pushed) <= self.policy.k + 1
                 self.held.subtract(gradient.worker for gradient in gradients)
             case Dropped(gradient):
                 self.dropped[gradient.worker] += 1
@@ -161,7 +174,6 @@ class Simulation:
         if isinstance(self.policy, BoundedStaleness):
             k = self.policy.k
             assert self.pushed[worker] - k <= self.version[worker] <= self.pushed[worker]
-            assert max(self.pushed) - min(self.pushed) <= k + 1
 
     def check(self) -> None:
         """What holds whenever one looks."""
@@ -191,7 +203,26 @@ def test_whatever_comes_late_or_twice_the_job_goes_on_and_counts_right(
     if isinstance(policy, SyncReplicas) and policy.replicas_to_aggregate == workers:
         policy = Async()  # needs no decisions
     simulation = Simulation(policy, workers, servers, seed)
-    while len(simulation.means) < 6:
-        assert simulation.news, "everything has arrived, and nobody goes on"
-        simulation.turn()
-    simulation.check()
+    simulation.run(6)
+
+
+LARGE = (
+    lambda n: SyncReplicas(n - n // 5),
+    lambda n: SyncReplicas(n + n // 3),
+    lambda n: BoundedStaleness(2),
+    lambda n: Async(),
+)
+
+
+@pytest.mark.parametrize("policy", LARGE, ids=["backups", "shares", "bounded", "async"])
+def test_many_replicas(policy: Callable[[int], Policy]) -> None:
+    """In the long form (TEST_LONG=1) 1000 jobs of 50 replicas and 10 of 10,000."""
+    for seed in range(1000 if LONG else 4):
+        Simulation(policy(50), 50, 2, seed).run(4)
+    for seed in range(10 if LONG else 1):
+        workers = 10_000 if LONG else 1000
+        Simulation(policy(workers), workers, 2, seed).run(2)
+
+
+if LONG:
+    test_many_replicas = pytest.mark.timeout(3000)(test_many_replicas)
