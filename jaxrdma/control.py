@@ -76,6 +76,15 @@ class LeafSpec(msgspec.Struct, frozen=True):
     dtype: str
 
 
+class ShardFile(msgspec.Struct, frozen=True):
+    """One server's file of a checkpoint: its whole length, that of the index at its end, and the index's checksum."""
+
+    name: str
+    bytes: int
+    index_bytes: int
+    checksum: int
+
+
 # --- client to coordinator ---
 
 
