@@ -199,10 +199,12 @@ class Session:
         - `update`: an optax transformation; it runs on the servers, each on its shard.
         - `policy`: whose gradients form a step. Default: one of every worker.
 
-        **Returns:** the state at step 0, the same on every worker.
+        **Returns:** the state, the same on every worker: the chief's parameters at step 0; in a job that was started
+        again and has checkpoints, those of the last one at its step.
 
         **Raises:** `PlanError` for a leaf that cannot be trained; `UpdateError` for an update that the servers cannot
-        run; `MismatchError`, on every process, if the workers' models differ; `PeerFailedError`.
+        run; `MismatchError`, on every process, if the workers' models differ, or the checkpoint is of another model;
+        `PeerFailedError`.
         """
         from jaxrdma.update import analyse, export_update
 
@@ -216,15 +218,17 @@ class Session:
         )
         # The programs are needed once; the other workers compare what they are made from.
         programs = export_update(analysis, plan).programs if self.index == 0 else []
-        flow = self._agree(leaves, treedef, plan, "update", policy, analysis.fingerprint, programs)
-        host = (
-            [np.ascontiguousarray(np.asarray(array)) for array in arrays] if self.index == 0 else []
-        )
-        kind = _native.OperationKind.INIT if self.index == 0 else _native.OperationKind.FETCH
+        start = self._agree(leaves, treedef, plan, "update", policy, analysis.fingerprint, programs)
+        flow, restored = start.flow, start.restored
+        begins = self.index == 0 and restored is None
+        host = [np.ascontiguousarray(np.asarray(array)) for array in arrays] if begins else []
+        kind = _native.OperationKind.INIT if begins else _native.OperationKind.FETCH
         values, status = self._receive(kind, flow, host)
         if not status.ok:
             raise self._first_cause(status)
-        return self._state(flow, values, arrays, jnp.zeros((), jnp.int32))
+        if restored is not None and self.index == 0:
+            control.say_on_stderr(f"worker 0: {start.text}")
+        return self._state(flow, values, arrays, jnp.asarray(restored or 0, jnp.int32))
 
     def read(self, state: PSState) -> PSState:
         """The parameters as the servers hold them now, and their step; over verbs.
@@ -278,7 +282,7 @@ class Session:
         if traced and key in known:
             return known[key]
         plan = assign_partitions(leaves, self.num_servers, self._spec.partition_bytes)
-        flow = self._agree(leaves, treedef, plan, "average", SyncReplicas(), "", [])
+        flow = self._agree(leaves, treedef, plan, "average", SyncReplicas(), "", []).flow
         known[key] = flow
         return flow
 
@@ -365,8 +369,8 @@ class Session:
         policy: SyncReplicas,
         fingerprint: str,
         programs: list[bytes],
-    ) -> int:
-        """Compare the model with the other workers', and make it known to the engine. Returns its number."""
+    ) -> FlowStart:
+        """Compare the model with the other workers', and make it known to the engine."""
         flow = len(self._models)
         resolved = policy.resolve(self.num_workers)
         self._client.send(
@@ -380,10 +384,11 @@ class Session:
                 programs=programs,
             )
         )
-        self._client.wait(
+        start = self._client.wait(
             lambda message: isinstance(message, FlowStart) and message.flow == flow,
             self._spec.connect_timeout,
         )
+        assert isinstance(start, FlowStart)
         if self._locked is not None:
             self._locked.add(f"a copy of model {flow}", copy_bytes(plan))
         spec = flow_spec(flow, mode, plan)
@@ -391,7 +396,7 @@ class Session:
         self._models.append(_Model(plan, spec))
         calls = step.make_calls(self.id, flow, leaves, average=mode == "average")
         self._flows[flow] = step.FlowCalls(tuple(leaves), treedef, calls)
-        return flow
+        return start
 
     def _receive(
         self, kind: "_native.OperationKind", flow: int, sources: Sequence[NDArray[Any]] = ()

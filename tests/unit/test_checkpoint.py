@@ -243,6 +243,20 @@ def test_what_is_set_aside_keeps_its_content(tmp_path: Path) -> None:
         assert checkpoints.check_all(aside) == [number] and not model.exists()
 
 
+def test_what_is_being_removed_is_no_checkpoint_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, str(folder))
+
+    checkpoints.save(tmp_path, 1)
+    checkpoints.save(tmp_path, 2)
+    monkeypatch.setattr("shutil.rmtree", fail)
+    with pytest.raises(OSError, match="step-000000001"):
+        checkpoint.prune(tmp_path, 1)
+    assert checkpoints.check_all(tmp_path) == [2]
+
+
 # --- another model ---
 
 
