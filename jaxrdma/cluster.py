@@ -13,6 +13,7 @@ from jaxrdma.errors import ConfigError
 
 ROLES = ("worker", "server")
 TRANSPORTS = ("auto", "tcp", "verbs")
+RESTORES = ("auto", "never", "new-update")
 
 # As native/fabric has it: tensors are striped over at most so many RDMA devices.
 MOST_DEVICES = 4
@@ -101,6 +102,11 @@ class ClusterSpec:
     - `partition_bytes`: upper bound of a partition.
     - `ordered`: sum gradients in the order of the workers, for the same bits on every run.
     - `spin_us`: how long a progress thread polls before it sleeps, in microseconds. `None`: the engine's own choice.
+    - `checkpoint`: the folder of the job's checkpoints; all servers reach it by this path. `None`: there are none.
+    - `checkpoint_steps`, `checkpoint_seconds`: save every so many steps, every so many seconds; and at the job's end.
+    - `checkpoint_keep`: so many are kept of each model.
+    - `checkpoint_restore`: "auto": go on from the newest in the folder; "never": set them aside and begin anew;
+      "new-update": as auto, but the update may be another if its state has the same arrays (another learning rate).
     - `verbs`: how this process uses its RDMA devices; each of its settings has a variable of its own.
     """
 
@@ -117,6 +123,11 @@ class ClusterSpec:
     partition_bytes: int = 1 << 20
     ordered: bool = False
     spin_us: int | None = None
+    checkpoint: str | None = None
+    checkpoint_steps: int | None = None
+    checkpoint_seconds: float | None = None
+    checkpoint_keep: int = 3
+    checkpoint_restore: str = "auto"
     verbs: VerbsSettings = VerbsSettings()
 
     def __post_init__(self) -> None:
@@ -149,6 +160,25 @@ class ClusterSpec:
         _at_least("partition_bytes", self.partition_bytes, 64)
         if self.spin_us is not None:
             _at_least("spin_us", self.spin_us, 0)
+        self._check_checkpoint()
+
+    def _check_checkpoint(self) -> None:
+        for name, least in (("checkpoint_steps", 1), ("checkpoint_seconds", 0.1)):
+            value: float | None = getattr(self, name)
+            if value is None:
+                continue
+            if self.checkpoint is None:
+                raise ConfigError(
+                    f"{name} is {value}, and there is no folder to save in: set JAXRDMA_CHECKPOINT too"
+                )
+            if not least <= value < float("inf"):
+                raise ConfigError(f"{name} is {value}: expected at least {least}")
+        _at_least("checkpoint_keep", self.checkpoint_keep, 1)
+        if self.checkpoint_restore not in RESTORES:
+            raise ConfigError(
+                f"checkpoint_restore {self.checkpoint_restore!r} is not there: expected one of {', '.join(RESTORES)}"
+                f"{_nearest(self.checkpoint_restore, RESTORES)}"
+            )
 
     @classmethod
     def from_environment(
@@ -395,6 +425,11 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "partition_bytes": (int, _WHOLE),
     "ordered": (_flag, "0 or 1"),
     "spin_us": (int, _WHOLE),
+    "checkpoint": (str, "a folder"),
+    "checkpoint_steps": (int, _WHOLE),
+    "checkpoint_seconds": (float, _SECONDS),
+    "checkpoint_keep": (int, _WHOLE),
+    "checkpoint_restore": (str, "auto, never or new-update"),
     "device": (_names, "names of RDMA devices"),
     "port": (int, _WHOLE),
     "gid_index": (int, _WHOLE),

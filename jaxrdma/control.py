@@ -77,6 +77,22 @@ class LeafSpec(msgspec.Struct, frozen=True):
     dtype: str
 
 
+class SaveRule(msgspec.Struct, frozen=True):
+    """When a server saves: every `steps` steps, every `seconds` seconds; 0: not by this. And at the end."""
+
+    steps: int
+    seconds: float
+
+
+class ShardFile(msgspec.Struct, frozen=True):
+    """One server's file of a checkpoint: its whole length, that of the index at its end, and the index's checksum."""
+
+    name: str
+    bytes: int
+    index_bytes: int
+    checksum: int
+
+
 # --- client to coordinator ---
 
 
@@ -138,10 +154,18 @@ class Admitting(msgspec.Struct, frozen=True, tag="admitting"):
 
 
 class FlowReady(msgspec.Struct, frozen=True, tag="flow_ready"):
-    """A server's landing memory and update for `flow` stand ready. `holds`: whether any part of it is placed there."""
+    """A server's landing memory and update for `flow` stand ready.
+
+    - `holds`: whether any of its parameters lie there.
+    - `rule`: of its checkpoints; `None`: it saves none.
+    - `found`: steps of checkpoints that it could restore; `damaged`: a text on each that it could not.
+    """
 
     flow: int
     holds: bool = True
+    rule: SaveRule | None = None
+    found: list[int] = []
+    damaged: list[str] = []
 
 
 class GradientName(msgspec.Struct, frozen=True, array_like=True):
@@ -158,6 +182,47 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
     flow: int
     gradient: GradientName
     step: int
+
+
+class Restored(msgspec.Struct, frozen=True, tag="restored"):
+    """A server has read its share of the checkpoint of `step`, or could not: `problem`."""
+
+    flow: int
+    step: int
+    problem: str = ""
+
+
+class ShardSaved(msgspec.Struct, frozen=True, tag="shard_saved"):
+    """A server's file of `step` is on the disk. `last`: answers the `SaveAt` of the job's end."""
+
+    flow: int
+    step: int
+    shard: ShardFile
+    last: bool = False
+
+
+class SaveMissed(msgspec.Struct, frozen=True, tag="save_missed"):
+    """A server will have no file of `step`; it has `reached` that or a later one.
+
+    `problem`: why, if people must know; `skipped`: that is only an earlier save that was not done. `last`: answers the
+    `SaveAt` of the job's end.
+    """
+
+    flow: int
+    step: int
+    reached: int
+    problem: str = ""
+    last: bool = False
+    skipped: bool = False
+
+
+class SaveCommitted(msgspec.Struct, frozen=True, tag="save_committed"):
+    """The files of `step` are a checkpoint, or could not be made one: `problem`. `last`: as in `SaveCommit`."""
+
+    flow: int
+    step: int
+    problem: str = ""
+    last: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -265,9 +330,46 @@ class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
 
 
 class FlowStart(msgspec.Struct, frozen=True, tag="flow_start"):
-    """Every server is ready for `flow`."""
+    """Every server is ready for `flow`. `restored`: the step of the checkpoint that it goes on from; `text` says so."""
 
     flow: int
+    restored: int | None = None
+    text: str = ""
+
+
+class Restore(msgspec.Struct, frozen=True, tag="restore"):
+    """To a server: read your share of the checkpoint of `step`."""
+
+    flow: int
+    step: int
+
+
+class SaveAt(msgspec.Struct, frozen=True, tag="save_at"):
+    """To a server: save `step`, if you have not passed it; -1: the step that you are at, for the job is over."""
+
+    flow: int
+    step: int
+
+
+class SaveCommit(msgspec.Struct, frozen=True, tag="save_commit"):
+    """To one server: all files of `step` are on the disk. Write the manifest. `last`: as in their `ShardSaved`."""
+
+    flow: int
+    step: int
+    shards: list[ShardFile]
+    last: bool = False
+
+
+class SaveEnded(msgspec.Struct, frozen=True, tag="save_ended"):
+    """To a server: `step` is a checkpoint, or, not being `saved`, is none: remove what you have of it.
+
+    `last`: speaks of the save of the job's end, which may be of a step that was skipped or failed before.
+    """
+
+    flow: int
+    step: int
+    saved: bool
+    last: bool = False
 
 
 class Mean(msgspec.Struct, frozen=True, tag="mean"):
@@ -316,8 +418,8 @@ class MemberLeft(msgspec.Struct, frozen=True, tag="member_left"):
 class JobFailed(msgspec.Struct, frozen=True, tag="job_failed"):
     """The job cannot go on. `text` names the first cause, `role` and `index` whose it is.
 
-    Kinds: died, silent, left, timeout, connection, protocol, interrupted, mismatch, transport, coordinator_lost, and
-    whatever kind a member gave in `Failed`.
+    Kinds: died, silent, left, timeout, connection, protocol, interrupted, mismatch, transport, checkpoint,
+    coordinator_lost, and whatever kind a member gave in `Failed`.
     """
 
     kind: str
@@ -331,7 +433,20 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 ClientMessage = (
-    Hello | Heartbeat | Admitting | FlowProposal | FlowReady | Landed | Failed | Left | Ended | Bye
+    Hello
+    | Heartbeat
+    | Admitting
+    | FlowProposal
+    | FlowReady
+    | Landed
+    | Restored
+    | ShardSaved
+    | SaveMissed
+    | SaveCommitted
+    | Failed
+    | Left
+    | Ended
+    | Bye
 )
 CoordinatorMessage = (
     Welcome
@@ -342,6 +457,10 @@ CoordinatorMessage = (
     | FlowAgreed
     | FlowStart
     | Decided
+    | Restore
+    | SaveAt
+    | SaveCommit
+    | SaveEnded
     | FlowRejected
     | MemberLeft
     | JobFailed
@@ -654,6 +773,8 @@ class ControlClient:
                     if self._failure is not None:
                         return
                     self._failure = message
+                case Restore() | SaveAt() | SaveCommit() | SaveEnded():
+                    pass  # nobody waits for these, and a long job has many
                 case _:
                     self._inbox.append(message)
             self._condition.notify_all()

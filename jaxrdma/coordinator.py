@@ -33,7 +33,6 @@ from jaxrdma.control import (
     FlowProposal,
     FlowReady,
     FlowRejected,
-    FlowStart,
     Heartbeat,
     Hello,
     JobFailed,
@@ -42,8 +41,12 @@ from jaxrdma.control import (
     MemberLeft,
     Offer,
     Refused,
+    Restored,
     Roster,
+    SaveCommitted,
+    SaveMissed,
     ServerEntry,
+    ShardSaved,
     Shutdown,
     Waiting,
     Welcome,
@@ -51,6 +54,7 @@ from jaxrdma.control import (
 )
 from jaxrdma.errors import ConfigError
 from jaxrdma.plan import compare_leaves
+from jaxrdma.savepoints import LAST_SAVE_SECONDS, Answer, Orders, Savepoints
 
 import grpc  # isort: skip  # after control, which tells it to be quiet
 import grpc.aio  # isort: skip
@@ -107,9 +111,9 @@ class _Member:
 class _Flow:
     since: float
     next_text: float
+    savepoints: Savepoints
     proposals: dict[int, FlowProposal] = field(default_factory=dict[int, FlowProposal])
     agreed: bool = False
-    ready: set[int] = field(default_factory=set[int])
     holders: set[int] = field(default_factory=set[int])  # servers that have a part of it
     started: bool = False
     aggregation: Aggregation | None = None  # where something is left to decide about gradients
@@ -180,10 +184,19 @@ class Membership:
         self._transport = ("", "")  # what the job uses, and why; once all are here
         self._tokens: dict[tuple[int, int], bytes] = {}  # by worker and server; once all are here
         self._admit: set[int] = set()
+        self._saving_since: float | None = None  # when all workers had left
         self._shutdown_since: float | None = None
         self._suspect: tuple[float, JobFailed, _Member] | None = None
         self._failure: JobFailed | None = None
         self._failed_at = now
+        self.notes: list[str] = []  # lines for people; whoever prints them takes them out
+
+    @property
+    def saving(self) -> bool:
+        """Whether all workers have left, and the last step of a model is being saved."""
+        return self._saving_since is not None and any(
+            flow.savepoints.busy for flow in self._flows.values()
+        )
 
     @property
     def failure(self) -> JobFailed | None:
@@ -209,6 +222,9 @@ class Membership:
             return self._missing()
         if self._shutdown_since is not None:
             return [m.name for m in self._of("server") if not m.gone]
+        if self.saving:
+            late = {s for flow in self._flows.values() for s in flow.savepoints.waits_for()}
+            return [m.name for m in self._of("server") if m.hello.index in late]
         return [m.name for m in self._of("worker") if not m.left]
 
     def handle(self, member_id: int, message: ClientMessage, now: float) -> Outgoing:
@@ -251,10 +267,10 @@ class Membership:
                 if not message.address:
                     return self._broken(member, "gave no address for data", now)
                 return self._admitting(member, message.address)
-            case FlowReady():
-                return self._ready(member, message, now)
             case Landed():
                 return self._landed(member, message, now)
+            case FlowReady() | Restored() | ShardSaved() | SaveMissed() | SaveCommitted():
+                return self._answer(member, message, now)
             case Hello():
                 return self._broken(member, "said hello twice", now)
 
@@ -287,6 +303,8 @@ class Membership:
             out = self._overdue(now)
         if self._failure is None:
             out += self._texts(now)
+            for flow in self._flows.values():
+                out += self._carry_out(flow, flow.savepoints.tick(now), now)
         if now >= self._next_alive:
             self._next_alive = now + _ALIVE_SECONDS
             out += self._to(self._live(), Alive())
@@ -447,7 +465,11 @@ class Membership:
                 member, "proposed a model, which only a worker of a complete job does", now
             )
         number = proposal.flow
-        flow = self._flows.setdefault(number, _Flow(now, now + control.PROGRESS_SECONDS))
+        flow = self._flows.get(number)
+        if flow is None:
+            savepoints = Savepoints(number, self._expected["server"])
+            flow = _Flow(now, now + control.PROGRESS_SECONDS, savepoints)
+            self._flows[number] = flow
         if index in flow.proposals:
             return self._broken(member, f"proposed model {number} twice", now)
         for other, theirs in sorted(flow.proposals.items()):
@@ -480,28 +502,44 @@ class Membership:
         }
         return out
 
-    def _ready(self, member: _Member, message: FlowReady, now: float) -> Outgoing:
-        flow = self._flows.get(message.flow)
+    def _answer(self, member: _Member, answer: Answer, now: float) -> Outgoing:
+        """A server is ready for a model, or tells of its checkpoints."""
+        flow = self._flows.get(answer.flow)
         if member.hello.role != "server" or flow is None or not flow.agreed:
             return self._broken(
-                member, f"is ready for model {message.flow}, which was not agreed", now
+                member, f"is ready for model {answer.flow}, which was not agreed", now
             )
-        if member.hello.index in flow.ready:
-            return []
-        flow.ready.add(member.hello.index)
-        if message.holds:
+        if isinstance(answer, FlowReady) and answer.holds:
             flow.holders.add(member.hello.index)
-        if len(flow.ready) < self._expected["server"]:
-            return []
-        flow.started = True
+        orders = flow.savepoints.handle(member.hello.index, answer, now)
+        return self._carry_out(flow, orders, now) + self._shut_down_if_saved(now)
+
+    def _carry_out(self, flow: _Flow, orders: Orders, now: float) -> Outgoing:
+        self.notes += orders.notes
+        if orders.problem is not None:
+            kind, text, server = orders.problem
+            member = self._places["server", server]
+            if kind == "protocol":
+                return self._broken(member, text, now)
+            return self._fail(kind, text, member, now)
+        out: Outgoing = [
+            (self._places["server", server].id, message) for server, message in orders.messages
+        ]
+        if orders.start is not None:
+            flow.started = True
+            self._begin_to_aggregate(flow, orders.start.restored or 0)
+            out += self._to(self._live(), orders.start)
+        return out
+
+    def _begin_to_aggregate(self, flow: _Flow, step: int) -> None:
         policy = flow.proposals[0].policy
-        if policy.held > 0 and flow.holders:
-            replicas = {m.hello.index: m.hello.incarnation for m in self._of("worker")}
-            flow.aggregation = Aggregation(policy, flow.holders, replicas)
-            for left in self._of("worker"):
-                if left.left:
-                    flow.aggregation.left(left.hello.index)
-        return self._to(self._live(), FlowStart(message.flow))
+        if policy.held == 0 or not flow.holders:
+            return
+        replicas = {m.hello.index: m.hello.incarnation for m in self._of("worker")}
+        flow.aggregation = Aggregation(policy, flow.holders, replicas, step)
+        for worker in self._of("worker"):
+            if worker.left:
+                flow.aggregation.left(worker.hello.index)
 
     def _landed(self, member: _Member, message: Landed, now: float) -> Outgoing:
         flow = self._flows.get(message.flow)
@@ -560,9 +598,18 @@ class Membership:
                 if stranded := self._stranded(flow, now):
                     return out + stranded
         if all(m.left for m in self._of("worker")):
-            self._shutdown_since = now
-            out += self._to([m for m in self._live() if m.hello.role == "server"], Shutdown())
+            self._saving_since = now
+            for flow in self._flows.values():
+                out += self._carry_out(flow, flow.savepoints.finish(), now)
+            out += self._shut_down_if_saved(now)
         return out
+
+    def _shut_down_if_saved(self, now: float) -> Outgoing:
+        """The servers may end when all workers have left, and the last step of each model is saved."""
+        if self._saving_since is None or self._shutdown_since is not None or self.saving:
+            return []
+        self._shutdown_since = now
+        return self._to([m for m in self._live() if m.hello.role == "server"], Shutdown())
 
     def _bye(self, member: _Member, now: float) -> Outgoing:
         if member.confessed:
@@ -664,6 +711,13 @@ class Membership:
             return self._fail(
                 "timeout", f"the job did not start: {self._barrier_text(now)}", None, now
             )
+        if self._saving_since is not None and self.saving:
+            seconds = now - self._saving_since
+            if seconds >= LAST_SAVE_SECONDS:
+                text = (
+                    f"{_list(self.waits_for())} did not save the last step within {seconds:.0f} s"
+                )
+                return self._fail("timeout", text, None, now)
         if self._shutdown_since is not None and now - self._shutdown_since >= SHUTDOWN_SECONDS:
             late = next((m for m in self._of("server") if not m.gone), None)
             if late is not None:
@@ -683,7 +737,10 @@ class Membership:
         return out
 
     def progress_text(self, now: float) -> str:
-        """Whom the start-up waits for; empty once that is over."""
+        """Whom the start-up, or the end, waits for; empty in between."""
+        if self._saving_since is not None and self.saving and self._failure is None:
+            seconds = now - self._saving_since
+            return f"waiting for {_list(self.waits_for())} to save the last step, {seconds:.0f} s"
         return "" if self._started else self._barrier_text(now)
 
     def _barrier_text(self, now: float) -> str:
@@ -703,8 +760,11 @@ class Membership:
     def _flow_text(self, number: int, flow: _Flow, now: float) -> str:
         seconds = f"{now - flow.since:.0f} s"
         if flow.agreed:
-            late = [m.name for m in self._of("server") if m.hello.index not in flow.ready]
-            return f"model {number}: waiting for {_list(late)} to be ready, {seconds}"
+            waits = flow.savepoints.waits_for()
+            late = [m.name for m in self._of("server") if m.hello.index in waits]
+            return (
+                f"model {number}: waiting for {_list(late)} to {flow.savepoints.doing()}, {seconds}"
+            )
         late = [
             f"{m.name} ({m.state or 'no news'}, {m.last})"
             for m in self._of("worker")
@@ -795,6 +855,8 @@ class Coordinator:
     - `listen`: "host:port"; port 0 takes a free one.
     - `say`: prints one line of what happens.
     - `on_failure`: called once, as soon as the job has failed.
+    - `on_saving`: called once, with the most seconds that may take, when all workers have left and the last step is
+      being saved.
     """
 
     def __init__(
@@ -803,11 +865,14 @@ class Coordinator:
         listen: str,
         say: Callable[[str], None] = control.say_on_stderr,
         on_failure: Callable[[JobFailed], None] = lambda failure: None,
+        on_saving: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._membership = membership
         self._listen = listen
         self._say = say
         self._on_failure = on_failure
+        self._on_saving = on_saving
+        self._told_saving = False
         self._queues: dict[int, asyncio.Queue[CoordinatorMessage | None]] = {}
         self._next_id = 0
         self._said = time.monotonic()
@@ -911,6 +976,12 @@ class Coordinator:
         outgoing.put_nowait(None)
 
     def _send(self, out: Outgoing) -> None:
+        notes, self._membership.notes = self._membership.notes, []
+        for note in notes:
+            self._say(note)
+        if self._membership.saving and not self._told_saving:
+            self._told_saving = True
+            self._on_saving(LAST_SAVE_SECONDS)
         for member, message in out:
             if isinstance(message, Refused):
                 self._say(f"refused: {message.text}")
@@ -948,6 +1019,7 @@ def run_coordinator(
     heartbeat_timeout: float = 12.0,
     report: Callable[[str], None] = lambda address: None,
     on_failure: Callable[[JobFailed], None] = lambda failure: None,
+    on_saving: Callable[[float], None] = lambda seconds: None,
     say: Callable[[str], None] = control.say_on_stderr,
 ) -> int:
     """Coordinate one job, to its end.
@@ -956,7 +1028,7 @@ def run_coordinator(
 
     - `listen`: "host:port"; port 0 takes a free one. Beyond loopback only with a secret.
     - `report`: called with the address once the port is open.
-    - `on_failure`: called once, as soon as the job has failed.
+    - `on_failure`, `on_saving`: as of `Coordinator`.
 
     **Returns:** the exit code: 0 if all workers left and all servers ended, 1 if the job failed, 128+n on signal n.
 
@@ -979,7 +1051,7 @@ def run_coordinator(
             say(f"the job failed: {failure.text}")
             on_failure(failure)
 
-        coordinator = Coordinator(membership, listen, say, failed)
+        coordinator = Coordinator(membership, listen, say, failed, on_saving)
         code = 1
 
         def stop(number: signal.Signals) -> None:

@@ -282,6 +282,7 @@ class _Launcher:
         self._complaint: str | None = None  # why the job failed, if by no process of its own doing
         self._interrupt: int | None = None  # the signal that ends the job
         self._ending = False
+        self._ending_seconds = ENDING_SECONDS
         self._stopping = False
         self._killed = False
         self._report = b""
@@ -466,6 +467,11 @@ class _Launcher:
                 # Not before: a short job could be over, and its coordinator gone, when the delegate comes.
                 if not self._stopping and self._interrupt is None:
                     self._start_others()
+            elif "saving" in fact:
+                self._ending_seconds += fact["saving"]
+                if self._ending:
+                    self._schedule = [i for i in self._schedule if i[1] != self._end_is_late]
+                    self._after(self._ending_seconds, self._end_is_late)
             elif "address" not in fact:
                 if not self._stopping and self._cause is None:  # or the cause is the launcher
                     self._cause = fact
@@ -504,7 +510,7 @@ class _Launcher:
                 pass  # those of other machines may still need the servers; the coordinator knows when it is over
             elif self._first is None and not self._ending:
                 self._ending = True
-                self._after(ENDING_SECONDS, self._end_is_late)
+                self._after(self._ending_seconds, self._end_is_late)
 
     def _tell_delegate(self, child: _Child) -> None:
         if self._ends is None or child.role not in ROLES:
@@ -520,7 +526,7 @@ class _Launcher:
         if late and self._first is None:
             names = ", ".join(c.name for c in late)
             self._complaint = (
-                f"{names} did not end within {ENDING_SECONDS:.0f} s of the last worker; "
+                f"{names} did not end within {self._ending_seconds:.0f} s of the last worker; "
                 "did every worker call jaxrdma.connect() and close its session?"
             )
         self._stop()

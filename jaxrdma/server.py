@@ -4,6 +4,7 @@ import queue
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,22 +18,28 @@ from jaxrdma.control import (
     Dropped,
     FlowAgreed,
     FlowReady,
+    FlowStart,
     GradientName,
     JobFailed,
     Landed,
     Mean,
     MemberLeft,
     Message,
+    Restore,
+    SaveAt,
+    SaveCommit,
+    SaveEnded,
     Shutdown,
 )
-from jaxrdma.errors import JaxRdmaError
+from jaxrdma.errors import JaxRdmaError, MismatchError
 from jaxrdma.memory import SLOTS_PER_WORKER, Locked, shard_bytes
 from jaxrdma.plan import ITEM_BYTES, Plan, agreed_plan
+from jaxrdma.saver import Saver
 from jaxrdma.signals import SignalWatch, do_nothing
 
 if TYPE_CHECKING:
     from jaxrdma import _native
-    from jaxrdma.update import ServerUpdate
+    from jaxrdma.update import ServerUpdate, StatePart
 
 # A worker's goodbye travels by the coordinator, the end of its data connection directly: so long may the goodbye be
 # behind before the end counts as a loss.
@@ -90,11 +97,16 @@ class _Server:
             offer=lambda: transport.offer(spec, transport.place(spec, listen)),
         )
         self._watch = SignalWatch(self._on_signal)
+        self._saver: Saver | None = None
+        if spec.checkpoint is not None:
+            self._saver = Saver(spec, self._client.send, control.say_on_stderr)
 
     def __enter__(self) -> "_Server":
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._saver is not None:
+            self._saver.close()
         if self._made is not None:
             self._made.close()
         self._client.close()
@@ -129,6 +141,8 @@ class _Server:
             while True:
                 try:
                     code = self._turn()
+                except MismatchError as error:
+                    return self._fail("mismatch", str(error))
                 except JaxRdmaError as error:
                     return self._fail("raised", str(error))
                 except Exception as error:  # whatever an update raises is for every process to know
@@ -213,6 +227,14 @@ class _Server:
                 self._prepare(message)
             case Decided():
                 self._carry_out(message)
+            case FlowStart():
+                self._started(message)
+            case Restore():
+                assert self._saver is not None, "only what was found is restored"
+                self._client.send(self._saver.restore(message))
+            case SaveAt() | SaveCommit() | SaveEnded():
+                assert self._saver is not None, "only who can save is told to"
+                self._saver.handle(message)
             case MemberLeft(role="worker"):
                 self._left.add(message.index)
                 self._suspects.pop(message.index, None)
@@ -254,7 +276,17 @@ class _Server:
             self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan, agreed.policy.held))
         )
         holds = any(p.server == self._spec.index for p in plan.partitions)
-        self._client.send(FlowReady(agreed.flow, holds))
+        ready = FlowReady(agreed.flow, holds)
+        if self._saver is not None and agreed.mode == "update":
+            ready = self._saver.prepare(agreed, plan, _Held(self, agreed.flow))
+        self._client.send(ready)
+
+    def _started(self, start: FlowStart) -> None:
+        """Before the parameters of a restored model are published: no step begins earlier."""
+        if self._saver is not None:
+            self._saver.started(start.flow, start.restored)
+        if start.restored is not None:
+            self._publish(start.flow, start.restored)
 
     def _carry_out(self, decided: Decided) -> None:
         from jaxrdma.native import raise_for
@@ -272,12 +304,14 @@ class _Server:
                     raise_for(self._engine.answer(decided.flow, name, step, accepted))
 
     def _initialise(self, flow: int, step: int) -> None:
-        self._updates[flow].initialise(self._views(flow, "parameters"))
+        self._updates[flow].initialise(self.views(flow, "parameters"))
         self._publish(flow, step)
 
     def _apply(self, flow: int, step: int) -> None:
-        self._updates[flow].step(self._views(flow, "gradient"), self._views(flow, "parameters"))
+        self._updates[flow].step(self.views(flow, "gradient"), self.views(flow, "parameters"))
         self._publish(flow, step + 1)
+        if self._saver is not None:
+            self._saver.after_step(flow, step + 1)
 
     def _publish(self, flow: int, step: int) -> None:
         from jaxrdma.native import raise_for
@@ -285,7 +319,7 @@ class _Server:
         raise_for(self._engine.publish(flow, step))
         self._step = step
 
-    def _views(self, flow: int, what: str) -> list[Any]:
+    def views(self, flow: int, what: str) -> list[Any]:
         """NumPy views of this server's piece of each leaf, empty where it holds nothing of a leaf."""
         import ml_dtypes
 
@@ -300,6 +334,10 @@ class _Server:
             # ml_dtypes knows bfloat16, which NumPy does not by itself.
             views.append(raw.view(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
         return views
+
+    def update(self, flow: int) -> "ServerUpdate":
+        """The update of a model, and its state."""
+        return self._updates[flow]
 
     # --- what comes from other threads ---
 
@@ -333,3 +371,25 @@ class _Server:
             f"server {self._spec.index}: {stats.steps} steps; gradients accepted from {accepted}{late}; "
             f"{sum(stats.dropped)} dropped, {stats.duplicates} came twice"
         )
+
+
+class _Held:
+    """What a server holds of a model, as its checkpoints see it."""
+
+    def __init__(self, server: _Server, flow: int) -> None:
+        self._server = server
+        self._flow = flow
+
+    def parameters(self) -> list[Any]:
+        import numpy as np
+
+        return [view.view(np.uint8) for view in self._server.views(self._flow, "parameters")]
+
+    def state_parts(self) -> "list[StatePart]":
+        return self._server.update(self._flow).state_parts()
+
+    def state(self) -> list[Any]:
+        return self._server.update(self._flow).state()
+
+    def load_state(self, fill: "Callable[[StatePart, Any], None]") -> None:
+        self._server.update(self._flow).load_state(fill)

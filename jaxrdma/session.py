@@ -200,10 +200,12 @@ class Session:
         - `policy`: whose gradients form a step: `SyncReplicas`, `Async` or `BoundedStaleness`. Default: one of every
           worker.
 
-        **Returns:** the state at step 0, the same on every worker.
+        **Returns:** the state, the same on every worker: the chief's parameters at step 0; in a job that was started
+        again and has checkpoints, those of the last one at its step.
 
         **Raises:** `PlanError` for a leaf that cannot be trained; `UpdateError` for an update that the servers cannot
-        run; `MismatchError`, on every process, if the workers' models differ; `PeerFailedError`.
+        run; `MismatchError`, on every process, if the workers' models differ, or the checkpoint is of another model;
+        `PeerFailedError`.
         """
         from jaxrdma.update import analyse, export_update
 
@@ -217,16 +219,18 @@ class Session:
         )
         # The programs are needed once; the other workers compare what they are made from.
         programs = export_update(analysis, plan).programs if self.index == 0 else []
-        flow = self._agree(leaves, treedef, plan, "update", policy, analysis.fingerprint, programs)
-        host = (
-            [np.ascontiguousarray(np.asarray(array)) for array in arrays] if self.index == 0 else []
-        )
-        kind = _native.OperationKind.INIT if self.index == 0 else _native.OperationKind.FETCH
-        values, status = self._receive(kind, flow, host)
+        start = self._agree(leaves, treedef, plan, "update", policy, analysis.fingerprint, programs)
+        flow, restored = start.flow, start.restored
+        begins = self.index == 0 and restored is None
+        host = [np.ascontiguousarray(np.asarray(array)) for array in arrays] if begins else []
+        kind = _native.OperationKind.INIT if begins else _native.OperationKind.FETCH
+        values, status = self._receive(kind, flow, host, restored or 0)
         if not status.ok:
             raise self._first_cause(status)
-        zero = jnp.zeros((), jnp.int32)
-        return self._state(flow, values, arrays, zero, jnp.copy(zero))
+        if restored is not None and self.index == 0:
+            control.say_on_stderr(f"worker 0: {start.text}")
+        version = jnp.asarray(restored or 0, jnp.int32)
+        return self._state(flow, values, arrays, version, jnp.zeros((), jnp.int32))
 
     def read(self, state: PSState) -> PSState:
         """The parameters as the servers hold them now, and their step; over verbs.
@@ -281,7 +285,7 @@ class Session:
         if traced and key in known:
             return known[key]
         plan = assign_partitions(leaves, self.num_servers, self._spec.partition_bytes)
-        flow = self._agree(leaves, treedef, plan, "average", SyncReplicas(), "", [])
+        flow = self._agree(leaves, treedef, plan, "average", SyncReplicas(), "", []).flow
         known[key] = flow
         return flow
 
@@ -368,8 +372,8 @@ class Session:
         policy: Policy,
         fingerprint: str,
         programs: list[bytes],
-    ) -> int:
-        """Compare the model with the other workers', and make it known to the engine. Returns its number."""
+    ) -> FlowStart:
+        """Compare the model with the other workers', and make it known to the engine."""
         flow = len(self._models)
         resolved = policy.resolve(self.num_workers)
         self._client.send(
@@ -383,10 +387,11 @@ class Session:
                 programs=programs,
             )
         )
-        self._client.wait(
+        start = self._client.wait(
             lambda message: isinstance(message, FlowStart) and message.flow == flow,
             self._spec.connect_timeout,
         )
+        assert isinstance(start, FlowStart)
         if self._locked is not None:
             self._locked.add(f"a copy of model {flow}", copy_bytes(plan))
         spec = flow_spec(flow, mode, plan, resolved.held)
@@ -394,10 +399,14 @@ class Session:
         self._models.append(_Model(plan, spec))
         calls = step.make_calls(self.id, flow, leaves, average=mode == "average")
         self._flows[flow] = step.FlowCalls(tuple(leaves), treedef, calls)
-        return flow
+        return start
 
     def _receive(
-        self, kind: "_native.OperationKind", flow: int, sources: Sequence[NDArray[Any]] = ()
+        self,
+        kind: "_native.OperationKind",
+        flow: int,
+        sources: Sequence[NDArray[Any]] = (),
+        step: int = 0,
     ) -> tuple[list[NDArray[Any]], "_native.Status"]:
         """Run an operation whose results are parameters, in new arrays. Ctrl-C ends it."""
         leaves = self._flows[flow].leaves
@@ -405,7 +414,7 @@ class Session:
         status = self._engine.run_operation(
             kind,
             flow,
-            0,
+            step,
             [_bytes(array) for array in sources],
             [_bytes(array) for array in values],
             self._models[flow].spec,

@@ -12,7 +12,7 @@ element goes through the same operations.
 import enum
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,21 @@ class StateEntry(msgspec.Struct, frozen=True):
     pack: int
     shape: list[int]
     dtype: str
+
+
+class StatePart(msgspec.Struct, frozen=True):
+    """One leaf's share of an array of a server's optimizer state, the same for every number of servers.
+
+    - `leaf`: whose state it is, -1 if of no single leaf; `slot`: which of the arrays of that leaf, or of no leaf.
+    - `dtype`, `elements`: what the server holds of it.
+    - `along`: whether its elements are the leaf's, so that they lie where those lie; else the server has all of it.
+    """
+
+    leaf: int
+    slot: int
+    dtype: str
+    elements: int
+    along: bool
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -576,6 +591,73 @@ class ServerUpdate:
                 np.copyto(params[leaf].view(dtype), result[begin : begin + elements])
                 begin += elements
 
+    def state_parts(self) -> list[StatePart]:
+        """What the optimizer state consists of, leaf by leaf; nothing where the server holds nothing.
+
+        Leaves of one pack have as many arrays each, in one order: those of its first leaf.
+        """
+        if self._program is None:
+            return []
+        along = self._program.kind == UpdateKind.ELEMENTWISE
+        seen: dict[int, int] = {}
+        parts: list[StatePart] = []
+        for entry in self._program.state:
+            slot = seen.get(entry.pack, 0)
+            seen[entry.pack] = slot + 1
+            if entry.pack < 0 or not along:
+                leaf = self._program.packs[entry.pack].leaves[0] if entry.pack >= 0 else -1
+                parts.append(StatePart(leaf, slot, entry.dtype, math.prod(entry.shape), False))
+                continue
+            pack = self._program.packs[entry.pack]
+            for leaf, elements in zip(pack.leaves, pack.elements, strict=True):
+                parts.append(StatePart(leaf, slot, entry.dtype, elements, True))
+        return parts
+
+    def state(self) -> list[Any]:
+        """The bytes of each of `state_parts`, where they lie: to be copied before the next `step`.
+
+        **Raises:** `UpdateError` if there is no state.
+        """
+        if self._program is None:
+            return []
+        if self._state is None:
+            raise UpdateError("the update has no state to save: initialise was not called")
+        arrays = [_host_bytes(array) for array in self._state]
+        return self._split(arrays)
+
+    def load_state(self, fill: Callable[[StatePart, Any], None]) -> None:
+        """Make an optimizer state of what `fill` writes into the bytes of each of `state_parts`."""
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        if self._program is None:
+            return
+        arrays = [np.empty(entry.shape, jnp.dtype(entry.dtype)) for entry in self._program.state]
+        parts = zip(self.state_parts(), self._split(list(map(_as_bytes, arrays))), strict=True)
+        for part, view in parts:
+            fill(part, view)
+        with jax.enable_x64(self._program.x64), jax.default_device(self._device):
+            # Copies: the step overwrites its state, and NumPy's memory is not for XLA to keep.
+            self._state = [jax.device_put(array, self._device, may_alias=False) for array in arrays]
+            jax.block_until_ready(self._state)
+
+    def _split(self, arrays: Sequence[Any]) -> list[Any]:
+        """Bytes of whole state arrays, as those of `state_parts`."""
+        assert self._program is not None
+        views: list[Any] = []
+        along = self._program.kind == UpdateKind.ELEMENTWISE
+        for entry, array in zip(self._program.state, arrays, strict=True):
+            if entry.pack < 0 or not along:
+                views.append(array)
+                continue
+            pack, begin = self._program.packs[entry.pack], 0
+            item = array.size // sum(pack.elements)
+            for elements in pack.elements:
+                views.append(array[begin : begin + elements * item])
+                begin += elements * item
+        return views
+
     def _gather(
         self, views: Sequence[Any], dtypes: Sequence[Any], buffers: Sequence[Any]
     ) -> list[Any]:
@@ -609,6 +691,27 @@ class ServerUpdate:
         import jax
 
         return [jax.device_put(array, self._device, may_alias=True) for array in arrays]
+
+
+def _as_bytes(array: Any) -> Any:
+    import numpy as np
+
+    return array.reshape(-1).view(np.uint8)
+
+
+def _host_bytes(array: Any) -> Any:
+    """The memory of an array that XLA holds on the CPU.
+
+    Not by `np.asarray`: JAX keeps that view with the array, and XLA cannot give the memory on to the next state.
+    """
+    import ctypes
+
+    import numpy as np
+
+    if array.nbytes == 0:
+        return np.empty(0, np.uint8)
+    raw = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(raw, np.uint8)
 
 
 def _avals(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> list[Any]:

@@ -86,4 +86,5 @@ def run(args: argparse.Namespace) -> int:
         heartbeat_timeout=values.get("heartbeat_timeout", 12.0),
         report=lambda address: report({"address": address}),
         on_failure=report_failure,
+        on_saving=lambda seconds: report({"saving": seconds}),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrdma.cli import EXIT_CODES, read_secret
-from jaxrdma.cluster import TRANSPORTS, VerbsSettings, jaxrdma_settings
+from jaxrdma.cluster import RESTORES, TRANSPORTS, VerbsSettings, jaxrdma_settings
 from jaxrdma.errors import ConfigError
 from jaxrdma.hosts import listen_address, parse_share
 from jaxrdma.launch import LaunchPlan, launch
@@ -19,6 +19,7 @@ DESCRIPTION = (
 EPILOG = f"""examples:
   jaxrdma launch --servers 1 --workers 2 train.py --epochs 3
   jaxrdma launch --servers 2 --workers 2 --transport tcp --ordered -m my_package.train
+  jaxrdma launch --workers 2 --checkpoint run1 --checkpoint-steps 1000 train.py   # again: goes on from the last
 
 on two machines, of which the first is 10.0.0.1, in any order, with the same JAXRDMA_SECRET in both environments:
   jaxrdma launch --coordinator 10.0.0.1:7000 --servers 1 --workers 2 --here coordinator,server:0,worker:0 train.py
@@ -27,8 +28,11 @@ on two machines, of which the first is 10.0.0.1, in any order, with the same JAX
 Output lines carry the name of the process they come from. Standard input is empty for all. Ctrl-C reaches the workers
 first; nothing is left 3 seconds later. If one process fails, the others have 5 seconds to tell their own side of it.
 Of the environment, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_PARTITION_BYTES, JAXRDMA_ORDERED,
-JAXRDMA_TRANSPORT, JAXRDMA_SPIN_US and the settings of verbs (JAXRDMA_DEVICE, JAXRDMA_LINK_TIMEOUT, ...) reach every
-process. Servers never see a GPU.
+JAXRDMA_TRANSPORT, JAXRDMA_SPIN_US, JAXRDMA_CHECKPOINT (_STEPS, _SECONDS, _KEEP, _RESTORE) and the settings of verbs
+(JAXRDMA_DEVICE, JAXRDMA_LINK_TIMEOUT, ...) reach every process. Servers never see a GPU.
+
+With --checkpoint the same command, given again after whatever ended the job, goes on from the last checkpoint, also
+with another number of servers. All servers need one folder: on several machines, on a network file system.
 
 On several machines: the totals are the same everywhere, and every process stands in exactly one --here. All have
 JAXRDMA_CONNECT_TIMEOUT to come. The secret comes from JAXRDMA_SECRET or a file, never from the command line, which
@@ -52,6 +56,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--partition-bytes", type=int, metavar="N", help="upper bound of a partition"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="the servers save parameters and optimizer state there, and a job goes on from what it finds there",
+    )
+    parser.add_argument(
+        "--checkpoint-steps", type=int, metavar="N", help="save every N steps, and at the end"
+    )
+    parser.add_argument(
+        "--checkpoint-seconds", type=float, metavar="S", help="save every S seconds, and at the end"
+    )
+    parser.add_argument(
+        "--checkpoint-keep", type=int, metavar="K", help="how many are kept; default: 3"
+    )
+    parser.add_argument(
+        "--checkpoint-restore",
+        choices=RESTORES,
+        help="auto (default): go on from the newest; never: set what is there aside and begin anew; new-update: as "
+        "auto, also with another update, if its state has the same arrays",
     )
     parser.add_argument(
         "--coordinator",
@@ -93,6 +117,11 @@ def run(args: argparse.Namespace) -> int:
         "transport": args.transport,
         "ordered": args.ordered,
         "partition_bytes": args.partition_bytes,
+        "checkpoint": None if args.checkpoint is None else str(Path(args.checkpoint).absolute()),
+        "checkpoint_steps": args.checkpoint_steps,
+        "checkpoint_seconds": args.checkpoint_seconds,
+        "checkpoint_keep": args.checkpoint_keep,
+        "checkpoint_restore": args.checkpoint_restore,
     }
     several = args.coordinator is not None or args.here is not None
     passed_on = [*given, "connect_timeout", "heartbeat_timeout", "spin_us"]

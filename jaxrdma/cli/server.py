@@ -14,7 +14,8 @@ EPILOG = f"""examples:
   JAXRDMA_SECRET=... jaxrdma server --coordinator 10.0.0.1:7000 --index 3 --num-workers 8 --num-servers 4 \\
       --listen 10.1.0.4:0                        # data by another network than the coordinator's
 
-What is not given is read from JAXRDMA_COORDINATOR, JAXRDMA_INDEX and so on, or from TF_CONFIG. The secret comes from
+What is not given is read from JAXRDMA_COORDINATOR, JAXRDMA_INDEX and so on, or from TF_CONFIG; JAXRDMA_CHECKPOINT and
+what belongs to it, alike on every server, say where and when checkpoints are saved. The secret comes from
 JAXRDMA_SECRET or a file, never from the command line, which others can read. Beyond loopback it must be there.
 
 {EXIT_CODES}"""

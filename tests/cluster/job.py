@@ -89,11 +89,11 @@ class Job:
         """Where the processes started from now on look for the coordinator."""
         self._address = address
 
-    def start_server(self, index: int) -> None:
+    def start_server(self, index: int, **env: str) -> None:
         self.spawn(
             f"server {index}",
             ["-m", "jaxrdma", "server"],
-            self._environment(("server", index)) | {"JAX_PLATFORMS": "cpu"},
+            self._environment(("server", index)) | {"JAX_PLATFORMS": "cpu"} | env,
         )
 
     def start_worker(

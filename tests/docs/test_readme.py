@@ -61,6 +61,11 @@ def script(tmp_path: Path) -> Path:
 
 def test_the_ten_lines_train(script: Path, no_leftovers: None) -> None:
     (launch, *_) = [command for command in commands() if command.startswith("jaxrdma launch")]
+    check_training(launch, script, 20)
+
+
+def check_training(launch: str, script: Path, until: int) -> str:
+    """Runs the command; both workers must have trained to this step. Returns what it said beside their output."""
     result = subprocess.run(
         [sys.executable, "-m", *shlex.split(launch)],
         cwd=script.parent,
@@ -69,15 +74,25 @@ def test_the_ten_lines_train(script: Path, no_leftovers: None) -> None:
         timeout=100,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    trained = re.findall(r"trained to (\S+) 20", result.stdout)
+    trained = re.findall(rf"trained to (\S+) {until}", result.stdout)
     assert len(trained) == 2, result.stdout
     assert all(float(loss) < 1.0 for loss in trained)
+    return result.stderr
+
+
+def test_the_commands_with_checkpoints_go_on_where_they_were(
+    script: Path, no_leftovers: None
+) -> None:
+    first, again = [command for command in commands() if "--checkpoint" in command]
+    assert "step 20 is saved, the last of this job" in check_training(first, script, 20)
+    assert "goes on from the checkpoint of step 20" in check_training(again, script, 40)
+    assert len(list((script.parent / "runs" / "one" / "model-0").iterdir())) == 2
 
 
 def test_the_commands_for_two_machines_make_a_job(
     script: Path, make_job: Callable[..., Job]
 ) -> None:
-    (_, *launches) = [command for command in commands() if command.startswith("jaxrdma launch")]
+    launches = [command for command in commands() if "--here" in command]
     assert len(launches) == 2
     job, address = make_job(1, 2), free_address()
     for launch in launches:

@@ -32,6 +32,8 @@ def test_defaults_are_the_documented_ones():
     assert (spec.role, spec.index, spec.num_workers, spec.num_servers) == ("worker", 1, 2, 1)
     assert (spec.transport, spec.connect_timeout, spec.heartbeat_timeout) == ("auto", 300, 12)
     assert (spec.partition_bytes, spec.ordered, spec.spin_us) == (1 << 20, False, None)
+    assert (spec.checkpoint, spec.checkpoint_steps, spec.checkpoint_seconds) == (None, None, None)
+    assert (spec.checkpoint_keep, spec.checkpoint_restore) == (3, "auto")
 
 
 def test_overrides_go_before_variables_and_none_means_not_given():
@@ -126,6 +128,11 @@ def test_the_secret_is_never_shown():
         partition_bytes=st.integers(64, 1 << 40),
         ordered=st.booleans(),
         spin_us=st.none() | st.integers(0, 1000),
+        checkpoint=st.sampled_from(["/mnt/run 1", "runs"]),
+        checkpoint_steps=st.none() | st.integers(1, 10**9),
+        checkpoint_seconds=st.none() | st.floats(0.1, 1e6),
+        checkpoint_keep=st.integers(1, 9),
+        checkpoint_restore=st.sampled_from(["auto", "never", "new-update"]),
     )
 )
 def test_a_spec_survives_the_environment(spec):
@@ -152,6 +159,22 @@ def test_devices_are_named_with_commas_between():
             named(text)
     with pytest.raises(ConfigError, match="a name is empty"):
         VerbsSettings(device=())
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"CHECKPOINT_STEPS": "5"}, "no folder to save in: set JAXRDMA_CHECKPOINT"),
+        ({"CHECKPOINT": "d", "CHECKPOINT_STEPS": "0"}, "checkpoint_steps is 0: expected at least"),
+        ({"CHECKPOINT": "d", "CHECKPOINT_SECONDS": "inf"}, "checkpoint_seconds is inf"),
+        ({"CHECKPOINT": "d", "CHECKPOINT_KEEP": "0"}, "checkpoint_keep is 0: expected at least 1"),
+        ({"CHECKPOINT": "d", "CHECKPOINT_RESTORE": "nevr"}, "did you mean never"),
+    ],
+)
+def test_checkpoints_that_cannot_be_are_refused(settings, text):
+    env = ENV | {f"JAXRDMA_{name}": value for name, value in settings.items()}
+    with pytest.raises(ConfigError, match=text):
+        ClusterSpec.from_environment(env)
 
 
 # --- TF_CONFIG ---

@@ -28,7 +28,16 @@ from jaxrdma.control import (
     MemberLeft,
     Offer,
     Refused,
+    Restore,
+    Restored,
     Roster,
+    SaveAt,
+    SaveCommit,
+    SaveCommitted,
+    SaveEnded,
+    SaveRule,
+    ShardFile,
+    ShardSaved,
     Shutdown,
     Waiting,
     Welcome,
@@ -36,6 +45,7 @@ from jaxrdma.control import (
 from jaxrdma.coordinator import LINGER_SECONDS, ROOT_CAUSE_SECONDS, SHUTDOWN_SECONDS, Membership
 from jaxrdma.errors import TransportError
 from jaxrdma.policy import SyncReplicas
+from jaxrdma.savepoints import LAST_SAVE_SECONDS
 
 LEAF = LeafSpec("params['w']", (2, 3), "float32")
 
@@ -527,6 +537,82 @@ def test_a_server_that_never_ends_is_named(job):
     job.say("s1", Bye())
     job.wait(SHUTDOWN_SECONDS + 1, "s0")
     assert (job.failure.role, job.failure.index) == ("server", 0)
+
+
+# --- checkpoints; who saves what when is tested in test_saver.py ---
+
+
+def start_saving(job: Job, **ready) -> None:
+    """A model of which both servers hold something and save it at the end."""
+    job.say("w0", proposal())
+    job.say("w1", proposal())
+    rule = SaveRule(0, 0.0)
+    for name in ("s0", "s1"):
+        job.say(name, FlowReady(0, True, rule, **ready))
+
+
+def leave_all(job: Job) -> None:
+    for name in ("w0", "w1"):
+        job.say(name, Left(3), Bye())
+
+
+def test_servers_end_once_the_last_step_is_saved(job):
+    start_saving(job)
+    leave_all(job)
+    shard = ShardFile("a", 1, 1, 1)
+    assert job.last("s0", SaveAt).step == -1 and job.membership.saving
+    assert job.membership.waits_for() == ["server 0", "server 1"]
+    job.say("s0", ShardSaved(0, 3, shard, True))
+    job.wait(2 * SHUTDOWN_SECONDS, "s0 s1")
+    assert "waiting for server 1 to save the last step" in job.membership.progress_text(job.now)
+    job.say("s1", ShardSaved(0, 3, shard, True))
+    assert Shutdown not in job.kinds("s0") and SaveCommit not in job.kinds("s1")
+    job.say("s0", SaveCommitted(0, 3, "", True))
+    assert job.kinds("s1")[-2:] == [SaveEnded, Shutdown] and job.last("s1", SaveEnded).saved
+    assert not job.membership.saving and job.membership.failure is None
+    assert "step 3 is saved, the last" in job.membership.notes[-1]
+
+
+def test_a_last_save_that_takes_for_ever_fails_the_job(job):
+    start_saving(job)
+    leave_all(job)
+    job.wait(LAST_SAVE_SECONDS + 1, "s0 s1")
+    assert "server 0 and server 1 did not save the last step within 600 s" in job.failure.text
+
+
+def test_a_server_that_dies_in_the_last_save_is_named(job):
+    start_saving(job)
+    leave_all(job)
+    job.lose("s1")
+    assert (job.failure.kind, job.failure.role, job.failure.index) == ("died", "server", 1)
+
+
+def test_a_checkpoint_is_read_by_all_before_the_model_begins(job):
+    start_saving(job, found=[4, 9])
+    assert job.last("s1", Restore).step == 9
+    job.say("s0", Restored(0, 9))
+    assert FlowStart not in job.kinds("w0")
+    job.say("s1", Restored(0, 9, "torn"))
+    assert job.last("s0", Restore).step == 4
+    job.wait(4, ALL)
+    text = job.last("w0", Waiting).text
+    assert "waiting for server 0 and server 1 to read the checkpoint of step 4" in text
+    job.say("s0", Restored(0, 4))
+    job.say("s1", Restored(0, 4))
+    assert job.last("w1", FlowStart).restored == job.last("s1", FlowStart).restored == 4
+    assert job.membership.notes == [
+        "model 0 goes on from the checkpoint of step 4; a newer one is damaged: torn"
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer", [Restored(0, 7), ShardSaved(0, 1, ShardFile("a", 1, 1, 1)), SaveCommitted(0, 5)]
+)
+def test_an_answer_that_nobody_asked_for_breaks_the_protocol(job, answer):
+    if not isinstance(answer, ShardSaved):
+        start_saving(job)
+    job.say("s1", answer)
+    assert (job.failure.kind, job.failure.role) == ("protocol", "server")
 
 
 def test_a_server_that_ends_early_fails_the_job(job):

@@ -512,6 +512,77 @@ def test_a_state_array_knows_where_it_belongs():
     ]
 
 
+def on_changing_servers(
+    transformation: Any, params: Any, grads: list[Any], counts: list[int]
+) -> list[np.ndarray]:
+    """Each step on another number of servers, which get parameters and state from those before."""
+    specs, treedef, leaves = plan.describe_leaves(params)
+    analysis = update.analyse(transformation, treedef, specs)
+    flat = [np.array(leaf).reshape(-1) for leaf in leaves]
+    state: dict[tuple[int, int], np.ndarray] = {}  # of every array, all bytes
+    for number, (servers, step) in enumerate(zip(counts, grads, strict=True)):
+        made = plan.assign_partitions(specs, servers, 256 + 128 * number, analysis.whole_leaves)
+        programs = update.export_update(analysis, made).programs
+        arrays = [leaf.reshape(-1) for leaf in jax.tree.leaves(step)]
+        old, state = state, {}
+        for server, program in enumerate(programs):
+            shard = pieces(made, server, flat)
+            one = update.ServerUpdate(program)
+
+            def places(part: update.StatePart, made=made, server=server) -> list[tuple[int, int]]:
+                return made.pieces(server)[part.leaf] if part.along else [(0, part.elements)]
+
+            def fill(part: update.StatePart, into: np.ndarray, old=old, places=places) -> None:
+                whole = old[part.leaf, part.slot]
+                item = into.size // max(1, part.elements)
+                cut = [whole[b * item : (b + n) * item] for b, n in places(part)]
+                into[:] = np.concatenate([whole[:0], *cut])
+
+            if number == 0:
+                one.initialise(shard)
+            else:
+                one.load_state(fill)
+            one.step(pieces(made, server, arrays), shard)
+            for part, array in zip(one.state_parts(), one.state(), strict=True):
+                item = array.size // max(1, part.elements)
+                size = flat[part.leaf].size if part.along else part.elements
+                whole = state.setdefault((part.leaf, part.slot), np.zeros(size * item, np.uint8))
+                at = 0
+                for begin, count in places(part):
+                    whole[begin * item : (begin + count) * item] = array[at : at + count * item]
+                    at += count * item
+            for whole, ranges, piece in zip(flat, made.pieces(server), shard, strict=True):
+                at = 0
+                for begin, size in ranges:
+                    whole[begin : begin + size] = piece[at : at + size]
+                    at += size
+    return flat
+
+
+@pytest.mark.parametrize("name", ["injected", "adafactor", "finite"])
+def test_a_state_goes_on_bit_for_bit_on_another_number_of_servers(name):
+    transformation = {**ELEMENTWISE, **LEAFWISE, **GLOBAL}[name]
+    params = {leaf: value for leaf, value in params_like().items() if leaf in "wbs"}
+    grads = gradients(params)
+    counts = [1, 1, 1] if name in GLOBAL else [2, 3, 1]
+    expected = one_process(transformation, params, grads)
+    assert_same_bits(on_changing_servers(transformation, params, grads, counts), expected)
+
+
+def test_looking_at_the_state_does_not_disturb_it():
+    server = server_for(optax.adam(0.1), 5)
+    params, grads = [np.ones(5, np.float32)], [np.ones(5, np.float32)]
+    with pytest.raises(errors.UpdateError, match="no state to save"):
+        server.state()
+    server.initialise(params)
+    assert [part.slot for part in server.state_parts()] == [0, 0, 1]
+    for step in (1, 2, 3):
+        server.step(grads, params)
+        count, mu, _ = (array.copy() for array in server.state())
+        assert count.view(np.int32) == [step]
+        np.testing.assert_allclose(mu.view(np.float32), 1 - 0.9**step, rtol=1e-6)
+
+
 def test_many_leaves_are_analysed_and_exported_in_time():
     leaves = [LeafSpec(f"params[{i}]", (i % 20 + 1, 300), "float32") for i in range(300)]
     treedef = jax.tree.structure([0] * len(leaves))
