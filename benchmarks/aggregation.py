@@ -1,74 +1,114 @@
-"""How long the coordinator takes to decide about a gradient, for each policy, by the number of replicas.
+"""What a decision of `Aggregation` costs, by policy and number of replicas, in processor time. No network, one process.
 
-    python benchmarks/aggregation.py [--json FILE]
+    python benchmarks/aggregation.py [--steps 10] [--servers 2] [--json FILE]
 
-Every replica pushes at once, in random order, on two servers; that is repeated for some steps. The limit is 1 ms for a
-decision at 1,000 replicas: a step must not wait for its bookkeeping.
+Every replica pushes, in an order drawn anew for each step, until `--steps` times as many gradients have landed. An
+event is one server's report that its share has landed. Most lead to nothing or to one answer; the one that completes a
+step also names the mean and answers everybody. Times are of the event, with all its decisions, in processor time: what
+else the machine does is not counted.
 """
 
 import argparse
 import json
 import random
+import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from jaxrdma.aggregation import Aggregation
-from jaxrdma.control import GradientName
+from jaxrdma.aggregation import Aggregate, Aggregation, Answer
 from jaxrdma.policy import Async, BoundedStaleness, Policy, SyncReplicas
 
-SERVERS = 2
-POLICIES: dict[str, Callable[[int], Policy]] = {
-    "4 of 5 replicas": lambda n: SyncReplicas(n - n // 5),
-    "4 gradients of 3 replicas": lambda n: SyncReplicas(n + n // 3),
-    "bounded staleness of 2": lambda n: BoundedStaleness(2),
-    "asynchronous": lambda n: Async(),
-}
+SIZES = (50, 1_000, 10_000)
 
 
-def measure(policy: Policy, replicas: int, steps: int) -> tuple[float, float]:
-    """Mean and longest time, in seconds, of one piece of news."""
-    job = Aggregation(policy.resolve(replicas), range(SERVERS), {i: i for i in range(replicas)})
+def policies(replicas: int) -> dict[str, Policy]:
+    """Each policy in a form that does something at this size."""
+    return {
+        "sync": SyncReplicas(),
+        "sync, backups": SyncReplicas(replicas - replicas // 10),
+        "sync, several": SyncReplicas(replicas + replicas // 2),
+        "async": Async(),
+        "staleness 3": BoundedStaleness(3),
+    }
+
+
+def measure(policy: Policy, replicas: int, servers: int, steps: int) -> dict[str, Any]:
+    """Microseconds per event: of all, of those that complete no step, and of those that do, also by their decisions."""
     chance = random.Random(0)
-    total, longest, count = 0.0, 0.0, 0
-    for sequence in range(steps):
-        news = [(s, GradientName(i, i, sequence)) for s in range(SERVERS) for i in range(replicas)]
-        chance.shuffle(news)
-        step = job.step
-        for server, name in news:
-            began = time.perf_counter()
-            job.landed(server, name, step)
-            job.stranded()
-            took = time.perf_counter() - began
-            total, longest, count = total + took, max(longest, took), count + 1
-    assert job.step > 0
-    return total / count, longest
+    aggregation = Aggregation(
+        policy.complete(replicas), servers=servers, replicas=dict.fromkeys(range(replicas), 1)
+    )
+    ready = [d for d in aggregation.start() if isinstance(d, Answer)]
+    plain: list[float] = []
+    completing: list[float] = []
+    each: list[float] = []
+    wanted = replicas * servers * steps
+    while len(plain) + len(completing) < wanted:
+        chance.shuffle(ready)
+        turn, ready = ready, []
+        for last in turn:
+            for server in range(servers):
+                began = time.thread_time_ns()
+                decisions = aggregation.landed(
+                    server, last.replica, last.incarnation, last.sequence + 1, last.step
+                )
+                took = (time.thread_time_ns() - began) / 1000
+                completes = any(isinstance(d, Aggregate) for d in decisions)
+                (completing if completes else plain).append(took)
+                each += [took / len(decisions)] if completes else []
+                ready += [d for d in decisions if isinstance(d, Answer)]
+    everything = plain + completing
+    return {
+        "replicas": replicas,
+        "events": len(everything),
+        "steps": aggregation.step,
+        "mean_us": statistics.fmean(everything),
+        "plain_median_us": statistics.median(plain),
+        "completing_median_us": statistics.median(completing),
+        "completing_worst_us": max(completing),
+        "completing_per_decision_us": statistics.median(each),
+    }
 
 
 def main() -> None:
-    """Prints a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = argparse.ArgumentParser(description="What a decision of the aggregation costs.")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
-    table = Table(title="microseconds to decide about a gradient")
-    for column in ("policy", "replicas", "mean", "longest"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    rows: list[dict[str, str | int | float]] = []
-    for name, policy in POLICIES.items():
-        for replicas in (50, 1000, 10_000):
-            mean, longest = measure(policy(replicas), replicas, max(3, 2000 // replicas))
-            rows.append(
-                {"policy": name, "replicas": replicas, "mean_s": mean, "longest_s": longest}
+    table = Table(
+        "policy",
+        "replicas",
+        "steps",
+        "mean event",
+        "no step",
+        "a step",
+        "worst",
+        "per decision",
+        title=f"{args.servers} servers; processor time in microseconds per event",
+    )
+    rows: list[dict[str, Any]] = []
+    for name in policies(SIZES[0]):
+        for replicas in SIZES:
+            row = measure(policies(replicas)[name], replicas, args.servers, args.steps)
+            rows.append({"policy": name, **row})
+            figures = (
+                "mean_us",
+                "plain_median_us",
+                "completing_median_us",
+                "completing_worst_us",
+                "completing_per_decision_us",
             )
-            table.add_row(name, f"{replicas:,}", f"{mean * 1e6:.1f}", f"{longest * 1e6:.0f}")
-    Console().print(table)
+            table.add_row(
+                name, str(replicas), str(row["steps"]), *(f"{row[key]:.1f}" for key in figures)
+            )
+    Console(width=110).print(table)
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"servers": args.servers, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from jaxrdma import checkpoint
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ClientMessage, FlowAgreed, LeafSpec, SaveEnded, ShardSaved
 from jaxrdma.plan import assign_partitions
-from jaxrdma.policy import SyncReplicas
+from jaxrdma.policy import SyncReplicas, to_wire
 from jaxrdma.saver import Saver
 from jaxrdma.update import ServerUpdate, StatePart, analyse, export_update
 
@@ -98,7 +98,9 @@ def measure(folder: Path, mib: int, rounds: int) -> tuple[int, dict[str, list[fl
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     try:
         saver.prepare(
-            FlowAgreed(0, [leaf], server.plan.digest, "update", SyncReplicas(1, 1), ""),
+            FlowAgreed(
+                0, [leaf], server.plan.digest, "update", to_wire(SyncReplicas(1, 1).complete(1)), ""
+            ),
             server.plan,
             server,
         )

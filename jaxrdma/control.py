@@ -36,7 +36,7 @@ from jaxrdma.errors import (
     PeerFailedError,
     TransportError,
 )
-from jaxrdma.policy import Policy
+from jaxrdma.policy import Wire
 
 # Equal in all processes of a job, or they refuse each other: the control messages, the data wire format and the plan's
 # rules may change with any release.
@@ -135,14 +135,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 class FlowProposal(msgspec.Struct, frozen=True, tag="flow_proposal"):
     """A worker's model number `flow`.
 
-    `policy` is resolved. `programs` is the chief's alone: one opaque update program per server.
+    `policy`: resolved, as `policy.to_wire` writes it. `programs` is the chief's alone: one opaque update program per
+    server.
     """
 
     flow: int
     leaves: list[LeafSpec]
     digest: str
     mode: str
-    policy: Policy
+    policy: Wire
     update_fingerprint: str
     programs: list[bytes] = []
 
@@ -324,7 +325,7 @@ class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
     leaves: list[LeafSpec]
     digest: str
     mode: str
-    policy: Policy
+    policy: Wire
     update_fingerprint: str
     program: bytes | None = None
 

@@ -18,26 +18,39 @@ from typing import Any, cast
 import msgspec
 
 from jaxrdma import control
-from jaxrdma.aggregation import Aggregation, Decision
+from jaxrdma.aggregation import (
+    JOINING,
+    Aggregate,
+    Aggregation,
+    Contribution,
+    Decisions,
+    Drop,
+    Fail,
+)
+from jaxrdma.aggregation import Answer as Answering
 from jaxrdma.cluster import ROLES, check_listen, format_address, parse_address
 from jaxrdma.control import (
     Admitting,
     Alive,
+    Answered,
     Bye,
     ClientMessage,
     CoordinatorMessage,
     Decided,
+    Dropped,
     Ended,
     Failed,
     FlowAgreed,
     FlowProposal,
     FlowReady,
     FlowRejected,
+    GradientName,
     Heartbeat,
     Hello,
     JobFailed,
     Landed,
     Left,
+    Mean,
     MemberLeft,
     Offer,
     Refused,
@@ -54,6 +67,7 @@ from jaxrdma.control import (
 )
 from jaxrdma.errors import ConfigError
 from jaxrdma.plan import compare_leaves
+from jaxrdma.policy import from_wire
 from jaxrdma.savepoints import LAST_SAVE_SECONDS, Answer, Orders, Savepoints
 
 import grpc  # isort: skip  # after control, which tells it to be quiet
@@ -527,19 +541,25 @@ class Membership:
         ]
         if orders.start is not None:
             flow.started = True
-            self._begin_to_aggregate(flow, orders.start.restored or 0)
             out += self._to(self._live(), orders.start)
+            step = orders.start.restored or 0
+            out += self._begin_to_aggregate(orders.start.flow, flow, step, now)
         return out
 
-    def _begin_to_aggregate(self, flow: _Flow, step: int) -> None:
-        policy = flow.proposals[0].policy
+    def _begin_to_aggregate(self, number: int, flow: _Flow, step: int, now: float) -> Outgoing:
+        policy = from_wire(flow.proposals[0].policy)
         if policy.held == 0 or not flow.holders:
-            return
-        replicas = {m.hello.index: m.hello.incarnation for m in self._of("worker")}
-        flow.aggregation = Aggregation(policy, flow.holders, replicas, step)
-        for worker in self._of("worker"):
+            return []
+        workers = self._of("worker")
+        replicas = {worker.hello.index: worker.hello.incarnation for worker in workers}
+        flow.aggregation = Aggregation(
+            policy, servers=len(flow.holders), replicas=replicas, step=step
+        )
+        decisions = flow.aggregation.start()
+        for worker in workers:
             if worker.left:
-                flow.aggregation.left(worker.hello.index)
+                decisions += flow.aggregation.leaves(worker.hello.index, worker.hello.incarnation)
+        return self._decided(number, flow, decisions, now)
 
     def _landed(self, member: _Member, message: Landed, now: float) -> Outgoing:
         flow = self._flows.get(message.flow)
@@ -547,19 +567,36 @@ class Membership:
             return self._broken(
                 member, f"holds a gradient of model {message.flow}, which holds none there", now
             )
-        decisions = flow.aggregation.landed(member.hello.index, message.gradient, message.step)
-        return self._decided(message.flow, flow, decisions) + self._stranded(flow, now)
+        # It counts servers that hold something from 0.
+        server = sorted(flow.holders).index(member.hello.index)
+        gradient = message.gradient
+        decisions = flow.aggregation.landed(
+            server, gradient.worker, gradient.incarnation, gradient.sequence, message.step
+        )
+        return self._decided(message.flow, flow, decisions, now)
 
-    def _decided(self, number: int, flow: _Flow, decisions: list[Decision]) -> Outgoing:
-        if not decisions:
+    def _decided(self, number: int, flow: _Flow, decisions: Decisions, now: float) -> Outgoing:
+        """What servers are told of decisions; a job that cannot go on fails."""
+        told: list[Mean | Dropped | Answered] = []
+        dropped: set[GradientName] = set()
+        for decision in decisions:
+            match decision:
+                case Aggregate(step, contributions):
+                    told.append(Mean(step, [_name(each) for each in contributions]))
+                case Drop(contribution):
+                    dropped.add(_name(contribution))
+                    told.append(Dropped(_name(contribution)))
+                case Answering(replica, incarnation, sequence, step) if sequence != JOINING:
+                    name = GradientName(replica, incarnation, sequence)
+                    told.append(Answered(name, step, name not in dropped))
+                case Fail(text):
+                    return self._fail("left", f"model {number}: {text}", None, now)
+                case _:
+                    pass  # an epoch; or a worker that begins, which it does by itself
+        if not told:
             return []
         holders = [m for m in self._of("server") if m.hello.index in flow.holders and not m.gone]
-        return self._to(holders, Decided(number, decisions))
-
-    def _stranded(self, flow: _Flow, now: float) -> Outgoing:
-        """Fails the job if somebody waits for a step that those who have left were needed for."""
-        text = flow.aggregation.stranded() if flow.aggregation is not None else ""
-        return self._fail("left", text, None, now) if text else []
+        return self._to(holders, Decided(number, told))
 
     def _reject(self, number: int, difference: str, member: _Member, now: float) -> Outgoing:
         text = f"model {number} is not the same on all workers: {difference}"
@@ -594,9 +631,8 @@ class Membership:
                 waiting = f"worker {min(flow.proposals)}"
                 return out + self._fail("left", _deserted(member, number, waiting), member, now)
             if flow.aggregation is not None:
-                flow.aggregation.left(member.hello.index)
-                if stranded := self._stranded(flow, now):
-                    return out + stranded
+                decisions = flow.aggregation.leaves(member.hello.index, member.hello.incarnation)
+                out += self._decided(number, flow, decisions, now)
         if all(m.left for m in self._of("worker")):
             self._saving_since = now
             for flow in self._flows.values():
@@ -817,10 +853,14 @@ def _difference(a: FlowProposal, b: FlowProposal, a_name: str, b_name: str) -> s
     ):
         mine, theirs = getattr(a, name), getattr(b, name)
         if name == "policy":
-            mine, theirs = mine.describe(), theirs.describe()
+            mine, theirs = from_wire(mine).describe(), from_wire(theirs).describe()
         if mine != theirs:
             return f"{what} differs: {a_name} has {mine!r}, {b_name} has {theirs!r}"
     return None
+
+
+def _name(contribution: Contribution) -> GradientName:
+    return GradientName(contribution.replica, contribution.incarnation, contribution.sequence)
 
 
 def _agreement(proposal: FlowProposal, program: bytes | None) -> FlowAgreed:

@@ -1,120 +1,291 @@
-"""Whose gradients form a mean: aggregation policies, as values. What they decide is in `jaxrdma.aggregation`."""
+"""Whose gradients form a mean: aggregation policies, as values.
 
-import math
+A policy is frozen data with a few pure answers; `Aggregation` (`aggregation.py`) keeps the state and asks them. A new
+rule is one more class here.
+"""
 
-import msgspec
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Self
 
 from jaxrdma.errors import ConfigError
 
+OnLoss = Literal["fail", "shrink", "wait"]
+Wire = dict[str, int | str | None]
+LOSSES: tuple[OnLoss, ...] = ("fail", "shrink", "wait")
 
-class SyncReplicas(msgspec.Struct, frozen=True, tag="sync_replicas"):
-    """Every step applies one mean of `replicas_to_aggregate` gradients, computed on its own parameters.
 
-    - As many as there are workers, the default: one gradient of each. Nobody is more than one version ahead.
-    - Fewer: the others are backups. The first gradients to arrive whole on every server form the mean, the same set for
-      every parameter. Those that come later are dropped and counted, and their workers go on from the newest version.
-    - More: workers contribute several gradients per step, none more than its share, `replicas_to_aggregate` divided by
-      the workers and rounded up. Until the step is complete they get the same version again, for their next batch.
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """What every policy answers.
+
+    Gradients are sorted by the version of the parameters that they improve: a gradient *of step s* counts in the mean
+    that turns version s into version s + 1.
 
     **Arguments:**
 
-    - `replicas_to_aggregate`: how many gradients form the mean. `None`: one of every worker.
-    - `total_replicas`: how many workers contribute: all of the job. `None`: as many as there are.
+    - `on_loss`: what follows when a replica dies or falls silent. `None`: the policy's own default.
+        - "fail": the job ends, with an error that names the replica.
+        - "shrink": the others go on without it.
+        - "wait": its place is kept for its next incarnation. A step that cannot do without it waits.
+
+    A replica whose data ran out, and which says so, is no loss: whatever `on_loss` is, the others go on without it.
+    """
+
+    on_loss: OnLoss | None = None
+
+    @abstractmethod
+    def complete(self, num_workers: int) -> Self:
+        """The policy with nothing left open, for a job of `num_workers`.
+
+        **Raises:** `ConfigError`, naming the argument that cannot be, what was expected and what came.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One short text, equal on two processes exactly if their policies are."""
+
+    @abstractmethod
+    def quorum(self, members: int) -> int:
+        """How many gradients form a mean while there are `members` replicas, at least 1. Of a complete policy."""
+
+    def least(self, staying: int) -> int:
+        """With fewer replicas than this, a loss ends the job although `on_loss` is "shrink". Of a complete policy.
+
+        `staying` counts those that have not left in good order: the living and the lost.
+        """
+        del staying
+        return 1
+
+    @abstractmethod
+    def step_of(self, own: int, computed_on: int, newest: int) -> int | None:
+        """The step that a gradient is of, or None if it comes too late to count.
+
+        `own`: the replica's clock, one more than the step of its last gradient; `computed_on`: the version of the
+        parameters that it saw; `newest`: the newest version.
+        """
+
+    @abstractmethod
+    def answered_at(self, step: int) -> int:
+        """The oldest version that may answer the exchange which brought a gradient of `step`."""
+
+    @property
+    @abstractmethod
+    def held(self) -> int:
+        """How many gradients of one replica the servers keep at a time; 0: nothing is ever left to decide.
+
+        Of a complete policy. Replicas that others have left may have more, as long as all together have no more.
+        """
+
+    def resolve(self, num_workers: int) -> Self:
+        """The policy as a session runs it: complete, and nothing that sessions cannot do yet.
+
+        **Raises:** `ConfigError`, naming what cannot be, or is refused.
+        """
+        refuse_what_sessions_cannot_run(self)
+        return replace(self.complete(num_workers), on_loss="fail")
+
+    def _with_on_loss(self, default: OnLoss) -> Self:
+        on_loss = default if self.on_loss is None else self.on_loss
+        if on_loss not in LOSSES:
+            raise ConfigError(
+                f"{type(self).__name__}(on_loss={on_loss!r}): expected one of {', '.join(map(repr, LOSSES))}."
+            )
+        return replace(self, on_loss=on_loss)
+
+
+@dataclass(frozen=True)
+class SyncReplicas(Policy):
+    """Every step averages N gradients that were all computed on its version; nobody is more than one version ahead.
+
+    With N gradients to aggregate and M workers:
+
+    - N = M: one gradient of each replica. The quorum follows the membership.
+    - N < M: M - N *backup replicas*. The first N gradients that have landed whole on all servers form the mean. Those
+      that come later are dropped and counted, and their replicas go on with the newest version.
+    - N > M: a replica contributes several gradients to a step, all computed on the same version. Each has one of its
+      own to give, and the N - M others are for whoever is first, but nobody gives more than its fair share, N / M
+      rounded up.
+
+    When a replica leaves in good order: N = M, the mean is over those that remain. N < M, over the first N of them, or
+    over all when fewer remain. N > M, those that remain give more; what has landed of a step that nobody is left to
+    complete is dropped.
+
+    **Arguments:**
+
+    - `replicas_to_aggregate`: N. `None`: one of every worker.
+    - `total_replicas`: M. `None`: all workers. Any other number must be that of the workers.
+    - `on_loss`: as in `Policy`. Default: "fail", but "shrink" if there are backup replicas: N stays while at least N
+      replicas remain, and the job ends when there are fewer.
     """
 
     replicas_to_aggregate: int | None = None
     total_replicas: int | None = None
 
-    def resolve(self, num_workers: int) -> "SyncReplicas":
-        """The policy with its numbers filled in for a job of `num_workers`.
-
-        **Raises:** `ConfigError` for a number that cannot be.
-        """
+    def complete(self, num_workers: int) -> Self:
         total = num_workers if self.total_replicas is None else self.total_replicas
         if total != num_workers:
             raise ConfigError(
-                f"SyncReplicas(total_replicas={total}) in a job of {num_workers} workers: all workers contribute. "
+                f"SyncReplicas(total_replicas={total}) in a job of {num_workers} workers: every worker is a replica. "
                 f"Leave total_replicas out, or start {total} workers."
             )
-        quorum = total if self.replicas_to_aggregate is None else self.replicas_to_aggregate
-        if quorum < 1:
+        wanted = total if self.replicas_to_aggregate is None else self.replicas_to_aggregate
+        if wanted < 1:
             raise ConfigError(
-                f"SyncReplicas(replicas_to_aggregate={quorum}): a mean is over at least 1 gradient."
+                f"SyncReplicas(replicas_to_aggregate={wanted}): expected at least 1. "
+                "Leave it out for one gradient of every worker."
             )
-        return SyncReplicas(quorum, total)
+        return replace(
+            self._with_on_loss("shrink" if wanted < total else "fail"),
+            replicas_to_aggregate=wanted,
+            total_replicas=total,
+        )
+
+    def describe(self) -> str:
+        total, wanted = self.total_replicas, self.replicas_to_aggregate
+        numbers = "all" if wanted is None and total is None else f"{wanted} of {total}"
+        return f"sync_replicas({numbers}{_suffix(self.on_loss)})"
+
+    def quorum(self, members: int) -> int:
+        wanted, total = self._numbers()
+        if wanted == total:
+            return max(1, members)
+        return max(1, min(wanted, members)) if wanted < total else wanted
+
+    def least(self, staying: int) -> int:
+        wanted, total = self._numbers()
+        return max(1, min(wanted, staying)) if wanted < total else 1
+
+    def step_of(self, own: int, computed_on: int, newest: int) -> int | None:
+        return newest if computed_on == newest else None
+
+    def answered_at(self, step: int) -> int:
+        return step + 1
 
     @property
     def held(self) -> int:
-        """How many gradients of one worker servers keep at a time; 0: the mean is over one of each. Once resolved."""
-        quorum, total = self._numbers
-        return 0 if quorum == total else math.ceil(quorum / total)
+        wanted, total = self._numbers()
+        return 0 if wanted == total else -(-wanted // total)
 
-    def describe(self) -> str:
-        """One short text, equal on two processes exactly if their policies are."""
-        if self.replicas_to_aggregate is None and self.total_replicas is None:
-            return "sync_replicas(all)"
-        return f"sync_replicas({self.replicas_to_aggregate} of {self.total_replicas})"
-
-    @property
     def _numbers(self) -> tuple[int, int]:
-        assert self.replicas_to_aggregate is not None and self.total_replicas is not None
+        if self.replicas_to_aggregate is None or self.total_replicas is None:
+            raise ValueError(f"{self} is not complete: call complete(num_workers) first")
         return self.replicas_to_aggregate, self.total_replicas
 
 
-class Async(msgspec.Struct, frozen=True, tag="async"):
-    """Each gradient is applied by itself, as soon as it is there whole: a step per gradient, nobody waits for anybody.
+@dataclass(frozen=True)
+class Async(Policy):
+    """Every gradient is applied at once, in the order of landing, and makes a version of its own.
 
-    With one worker this is what that worker would do alone. With several, a gradient may have been computed on
-    parameters that are some steps old.
-    """
-
-    def resolve(self, num_workers: int) -> "Async":
-        """Itself."""
-        del num_workers
-        return self
-
-    @property
-    def held(self) -> int:
-        """How many gradients of one worker servers keep at a time."""
-        return 1
-
-    def describe(self) -> str:
-        """One short text, equal on two processes exactly if their policies are."""
-        return "async"
-
-
-class BoundedStaleness(msgspec.Struct, frozen=True, tag="bounded_staleness"):
-    """Every step applies the mean of one gradient of each worker, and a worker may be `k` steps ahead of the slowest.
-
-    Step n is made of every worker's gradient number n. A worker that has pushed its gradient number n goes on with the
-    newest parameters as soon as there are those of step n + 1 - k. So `k = 0` is `SyncReplicas`, and a worker that is
-    slow now and then holds nobody up before it is `k` steps behind.
+    Nobody waits for anybody. With one worker this is local SGD. A replica that leaves in good order, or is lost, is
+    missed by none.
 
     **Arguments:**
 
-    - `k`: how many steps, at least 0.
+    - `on_loss`: as in `Policy`. Default: "shrink", until nobody remains; that ends the job. With "wait" it does not.
+    """
+
+    def complete(self, num_workers: int) -> Self:
+        del num_workers
+        return self._with_on_loss("shrink")
+
+    def describe(self) -> str:
+        return f"async({_suffix(self.on_loss).removeprefix(', ')})"
+
+    def quorum(self, members: int) -> int:
+        del members
+        return 1
+
+    def step_of(self, own: int, computed_on: int, newest: int) -> int | None:
+        return newest
+
+    def answered_at(self, step: int) -> int:
+        return step + 1
+
+    @property
+    def held(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class BoundedStaleness(Policy):
+    """Every step averages one gradient of each replica, which may see parameters up to `k` versions old.
+
+    A replica's first gradient is of the step at which it joined, the next one of the step after that, and so on. It
+    goes on from a gradient of step s as soon as version s + 1 - k is there, so nobody is ever more than `k` steps ahead
+    of the slowest. Each server keeps up to k + 1 gradients of a replica. `BoundedStaleness(0)` is `SyncReplicas()`.
+
+    When a replica leaves in good order, the gradients that it gave in advance still count, each in its step; later
+    means are over those that remain. Those of a replica that is lost do not.
+
+    **Arguments:**
+
+    - `k`: how many steps ahead, at least 0.
+    - `on_loss`: as in `Policy`. Default: "fail", as every mean takes a gradient of each replica.
     """
 
     k: int
 
-    def resolve(self, num_workers: int) -> "BoundedStaleness":
-        """Itself.
-
-        **Raises:** `ConfigError` if `k` is negative.
-        """
+    def complete(self, num_workers: int) -> Self:
         del num_workers
         if self.k < 0:
-            raise ConfigError(f"BoundedStaleness(k={self.k}): k is a number of steps, at least 0.")
-        return self
+            raise ConfigError(
+                f"BoundedStaleness(k={self.k}): expected at least 0, which lets nobody be ahead."
+            )
+        return self._with_on_loss("fail")
+
+    def describe(self) -> str:
+        return f"bounded_staleness(k={self.k}{_suffix(self.on_loss)})"
+
+    def quorum(self, members: int) -> int:
+        return max(1, members)
+
+    def step_of(self, own: int, computed_on: int, newest: int) -> int | None:
+        return own
+
+    def answered_at(self, step: int) -> int:
+        return step + 1 - self.k
 
     @property
     def held(self) -> int:
-        """How many gradients of one worker servers keep at a time."""
         return self.k + 1
 
-    def describe(self) -> str:
-        """One short text, equal on two processes exactly if their policies are."""
-        return f"bounded_staleness({self.k})"
+
+def to_wire(policy: Policy) -> Wire:
+    """A policy as it travels, for `from_wire`."""
+    return {"policy": type(policy).__name__, **asdict(policy)}
 
 
-Policy = SyncReplicas | Async | BoundedStaleness
+def from_wire(wire: Wire) -> Policy:
+    """The policy that `to_wire` was given.
+
+    **Raises:** `ConfigError` if there is none such.
+    """
+    arguments: dict[str, Any] = dict(wire)
+    kind = {each.__name__: each for each in (SyncReplicas, Async, BoundedStaleness)}.get(
+        str(arguments.pop("policy", ""))
+    )
+    if kind is None:
+        raise ConfigError(f"there is no policy {wire}: install the same jaxrdma everywhere")
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"there is no policy {wire}: {error}") from None
+
+
+def refuse_what_sessions_cannot_run(policy: Policy) -> None:
+    """Raise unless sessions can run `policy` today: the loss of a process ends the job.
+
+    So a script that asks to go on without a lost replica does not silently train until one is lost.
+
+    **Raises:** `ConfigError`, naming what is refused.
+    """
+    if policy.on_loss not in (None, "fail"):
+        raise ConfigError(
+            f"{type(policy).__name__}(on_loss={policy.on_loss!r}): only 'fail' is implemented in sessions: the loss of "
+            "a process ends the job; started again, it goes on from its last checkpoint. Leave on_loss out."
+        )
+
+
+def _suffix(on_loss: OnLoss | None) -> str:
+    return "" if on_loss is None else f", on_loss={on_loss}"

@@ -34,6 +34,7 @@ from jaxrdma.control import (
 from jaxrdma.errors import JaxRdmaError, MismatchError
 from jaxrdma.memory import SLOTS_PER_WORKER, Locked, shard_bytes
 from jaxrdma.plan import ITEM_BYTES, Plan, agreed_plan
+from jaxrdma.policy import from_wire
 from jaxrdma.saver import Saver
 from jaxrdma.signals import SignalWatch, do_nothing
 
@@ -269,11 +270,13 @@ class _Server:
                 self._spec.index,
                 agreed.mode,
                 self._spec.num_workers,
-                held=agreed.policy.held > 0,
+                held=from_wire(agreed.policy).held > 0,
             )
             self._locked.add(f"its part of model {agreed.flow}", need)
         raise_for(
-            self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan, agreed.policy.held))
+            self._engine.add_flow(
+                flow_spec(agreed.flow, agreed.mode, plan, from_wire(agreed.policy).held)
+            )
         )
         holds = any(p.server == self._spec.index for p in plan.partitions)
         ready = FlowReady(agreed.flow, holds)

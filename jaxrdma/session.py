@@ -32,7 +32,7 @@ from jaxrdma.errors import (
 from jaxrdma.memory import Locked, copy_bytes
 from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, assign_partitions, describe_leaves
-from jaxrdma.policy import Policy, SyncReplicas
+from jaxrdma.policy import Policy, SyncReplicas, to_wire
 from jaxrdma.signals import SignalWatch, tell_interrupts_plainly
 from jaxrdma.step import AverageState, PSState
 
@@ -382,7 +382,7 @@ class Session:
                 leaves=leaves,
                 digest=plan.digest,
                 mode=mode,
-                policy=resolved,
+                policy=to_wire(resolved),
                 update_fingerprint=fingerprint,
                 programs=programs,
             )

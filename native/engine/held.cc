@@ -18,12 +18,13 @@ Result<std::unique_ptr<Held>> Held::create(uint32_t per_worker, uint32_t workers
                                            size_t value_bytes, size_t parameter_bytes,
                                            std::string who) {
   std::unique_ptr<Held> held(new Held());
-  held->per_worker_ = per_worker;
+  // Those who remain of a job give what the others would have.
+  held->most_ = uint64_t{per_worker} * workers;
   held->pieces_ = pieces;
   held->value_bytes_ = value_bytes;
   held->parameter_bytes_ = parameter_bytes;
   held->who_ = std::move(who);
-  for (uint64_t i = 0; i < uint64_t{per_worker} * workers; ++i) {
+  for (uint64_t i = 0; i < held->most_; ++i) {
     auto pages = Pages::allocate(value_bytes, "gradients that are held" + held->who_);
     if (!pages.ok()) return pages.status();
     held->spare_values_.push_back(std::move(pages.value()));
@@ -33,13 +34,13 @@ Result<std::unique_ptr<Held>> Held::create(uint32_t per_worker, uint32_t workers
 
 Result<HeldGradient*> Held::landing(uint32_t worker, uint64_t incarnation,
                                     fabric::EndpointId endpoint, int64_t step) {
-  uint32_t kept = 0;
+  uint64_t kept = 0;
   for (HeldGradient& each : gradients_) {
     if (each.endpoint != endpoint || each.orphan) continue;
     if (!each.whole()) return &each;
     ++kept;
   }
-  if (kept >= per_worker_) {
+  if (kept >= most_) {
     return Status(Code::kProtocol, "it has " + std::to_string(kept) +
                                        " gradients here that nothing is decided about, and pushes "
                                        "another");

@@ -85,7 +85,8 @@ struct Version {
 /// The held gradients of one flow on this server.
 class Held {
  public:
-  /// `value_bytes`: of one gradient; `parameter_bytes`: of one version. Allocates room for
+  /// `per_worker`: while all workers are there; all together never have more. `value_bytes`: of one
+  /// gradient; `parameter_bytes`: of one version. Allocates room for
   /// `per_worker` gradients of each of `workers`. Needs no lock.
   static Result<std::unique_ptr<Held>> create(uint32_t per_worker, uint32_t workers, size_t pieces,
                                               size_t value_bytes, size_t parameter_bytes,
@@ -121,7 +122,7 @@ class Held {
 
  private:
   Held() = default;
-  uint32_t per_worker_ = 0;
+  uint64_t most_ = 0;  ///< of one worker
   size_t pieces_ = 0;
   size_t value_bytes_ = 0;
   size_t parameter_bytes_ = 0;

@@ -1058,8 +1058,10 @@ TEST_CASE("held: whoever pushes what cannot be is named and disconnected, and th
     header.bytes = 64;
     peer.send(header, floats(16, 1.0f).data());
   });
-  check_violation("has 1 gradients here that nothing is decided about, and pushes another",
+  // As many as both workers may have.
+  check_violation("has 2 gradients here that nothing is decided about, and pushes another",
                   [&](Peer& peer) {
+                    job.push(peer, 0, 0, 1.0f);
                     job.push(peer, 0, 0, 1.0f);
                     peer.push(0, 0, 30, floats(16, 1.0f));
                   });

@@ -28,11 +28,12 @@ from jaxrdma.control import (
     Shutdown,
 )
 from jaxrdma.errors import CancelledError, ConnectError, MismatchError, PeerFailedError
-from jaxrdma.policy import SyncReplicas
+from jaxrdma.policy import SyncReplicas, to_wire
 
 pytestmark = [pytest.mark.usefixtures("no_leftovers"), pytest.mark.timeout(60)]
 
-PROPOSAL = FlowProposal(0, [LeafSpec("w", (2,), "float32")], "d", "average", SyncReplicas(1, 1), "")
+POLICY = to_wire(SyncReplicas().complete(1))
+PROPOSAL = FlowProposal(0, [LeafSpec("w", (2,), "float32")], "d", "average", POLICY, "")
 
 # A member in a process of its own: joins, and then waits for the end of the job or of itself.
 MEMBER = """
@@ -222,7 +223,7 @@ def test_a_model_with_large_programs_arrives(cluster):
     cluster.start_coordinator()
     worker, server = cluster.join("w0", "s0")
     program = os.urandom(1 << 20) * 20
-    worker.send(FlowProposal(0, [], "d", "update", SyncReplicas(1, 1), "u", [program]))
+    worker.send(FlowProposal(0, [], "d", "update", POLICY, "u", [program]))
     agreed = server.wait(lambda m: isinstance(m, FlowAgreed), 30)
     assert agreed.program == program
 

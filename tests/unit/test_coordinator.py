@@ -44,7 +44,7 @@ from jaxrdma.control import (
 )
 from jaxrdma.coordinator import LINGER_SECONDS, ROOT_CAUSE_SECONDS, SHUTDOWN_SECONDS, Membership
 from jaxrdma.errors import TransportError
-from jaxrdma.policy import SyncReplicas
+from jaxrdma.policy import SyncReplicas, to_wire
 from jaxrdma.savepoints import LAST_SAVE_SECONDS
 
 LEAF = LeafSpec("params['w']", (2, 3), "float32")
@@ -72,7 +72,7 @@ def proposal(flow: int = 0, **changes) -> FlowProposal:
         "leaves": [LEAF],
         "digest": "d",
         "mode": "update",
-        "policy": SyncReplicas(2, 2),
+        "policy": to_wire(SyncReplicas(2, 2).complete(2)),
         "update_fingerprint": "u",
     }
     return FlowProposal(**{**values, **changes})
@@ -354,7 +354,7 @@ def test_equal_proposals_are_agreed_then_started(job):
         ({"leaves": [LeafSpec(LEAF.path, (2, 3), "bfloat16")]}, "dtype"),
         ({"leaves": [LEAF, LeafSpec("b", (1,), "float32")]}, "missing"),
         ({"mode": "average"}, "mode"),
-        ({"policy": SyncReplicas(1, 2)}, "policy"),
+        ({"policy": to_wire(SyncReplicas(1, 2).complete(2))}, "policy"),
         ({"update_fingerprint": "v"}, "update"),
         ({"digest": "e"}, "plan"),
     ],

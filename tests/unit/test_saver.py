@@ -18,7 +18,7 @@ from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import FlowAgreed, FlowReady, FlowStart, LeafSpec, Restore
 from jaxrdma.errors import ConfigError, MismatchError
 from jaxrdma.plan import Plan, assign_partitions
-from jaxrdma.policy import SyncReplicas
+from jaxrdma.policy import SyncReplicas, to_wire
 from jaxrdma.savepoints import Orders, Savepoints
 from jaxrdma.saver import Saver
 from jaxrdma.update import StatePart
@@ -89,7 +89,9 @@ class Job:
         plan = assign_partitions(LEAVES, servers, 256)
         update = settings.pop("update", "u")
         leaves = settings.pop("leaves", LEAVES)
-        agreed = FlowAgreed(0, leaves, plan.digest, "update", SyncReplicas(1, 1), update)
+        agreed = FlowAgreed(
+            0, leaves, plan.digest, "update", to_wire(SyncReplicas(1, 1).complete(1)), update
+        )
         self.held = [Held(plan, server) for server in range(servers)]
         self.savers: list[Saver] = []
         settings = {"checkpoint": str(folder), **settings}
