@@ -55,7 +55,7 @@ class Aggregate(msgspec.Struct, frozen=True, tag="aggregate"):
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop", gc=False):
-    """Servers free this gradient, or what they have of it; it counts in no mean.
+    """Servers free this gradient, what they have of it and what still comes; it counts in no mean.
 
     `why`:
 
@@ -128,8 +128,9 @@ class _Replica:
 class Aggregation:
     """Decides whose gradients form each mean, under one policy.
 
-    Events may come late, twice, and from lives that are over; what servers report may be reordered between them. A
-    replica has one exchange open at a time: it pushes a gradient when the one before has been answered.
+    Events may come late, twice, and from lives that are over; what servers report may be reordered between them. Only
+    the lives of one place must be told of in their order, as incarnations have none. A replica has one exchange open at
+    a time: it pushes a gradient when the one before has been answered.
 
     - **A change of the membership** makes a new epoch. Who leaves or is lost is out at once, and the step begins anew
       with what has landed for it from the others; but while gradients count of one who left in good order, it stays.

@@ -276,8 +276,11 @@ class World:
         self.decide(self.aggregation.joins, r.index, r.incarnation)
 
     def hear_loss(self, r: Replica) -> None:
+        losses = self.losses
         self.declare(r, "lost")
         self.decide(self.aggregation.lost, r.index, r.incarnation, "killed")
+        if self.losses > losses and self.policy.on_loss == "shrink" and self.too_few():
+            assert self.failure, "goes on with too few"
 
     def hear_leave(self, r: Replica) -> None:
         self.declare(r, "left")
@@ -437,11 +440,15 @@ class World:
         assert self.policy.on_loss != "wait", decision
         assert self.losses, decision
         if self.policy.on_loss == "shrink":
-            least, staying = 1, len(self.active) + len(self.lost_places)
-            if isinstance(self.policy, SyncReplicas):
-                wanted, total = self.policy.replicas_to_aggregate, self.policy.total_replicas
-                least = min(wanted, staying) if wanted < total else 1
-            assert len(self.active) < least, decision
+            assert self.too_few(), decision
+
+    def too_few(self) -> bool:
+        """Whether a loss has left fewer replicas than the policy can do with."""
+        least, staying = 1, len(self.active) + len(self.lost_places)
+        if isinstance(self.policy, SyncReplicas):
+            wanted, total = self.policy.replicas_to_aggregate, self.policy.total_replicas
+            least = min(wanted, staying) if wanted < total else 1
+        return len(self.active) < least
 
     def life_of(self, c: Contribution) -> Life:
         return c.replica, c.incarnation
