@@ -245,8 +245,9 @@ class Session:
 
         - `state`: any state of the model, also one that was donated: it says which model, and where arrays go.
 
-        **Returns:** a state in arrays of its own. Between two steps of this worker it equals what the last of them
-        returned, because no step ends without this worker; beside a step it may be one further.
+        **Returns:** a state in arrays of its own. With `SyncReplicas()` it equals, between two steps of this worker,
+        what the last of them returned, because no step ends without this worker; beside a step it may be one further.
+        With another policy it may be any number of steps further.
 
         **Raises:** `TransportError` if the job's transport is not verbs, or no more memory may be locked; `ConfigError`
         for a model whose gradients are only averaged; `StepError` if steps followed each other too fast to read
