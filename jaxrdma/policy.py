@@ -30,6 +30,8 @@ class Policy(ABC):
         - "wait": its place is kept for its next incarnation. A step that cannot do without it waits.
 
     A replica whose data ran out, and which says so, is no loss: whatever `on_loss` is, the others go on without it.
+
+    Sessions run only "fail" so far, also where another is the default, and refuse what is asked for beside it.
     """
 
     on_loss: OnLoss | None = None

@@ -86,6 +86,11 @@ class _Server:
         self._left: set[int] = set()
         self._signal = 0
         self._step = -1
+        self._published: dict[int, int] = {}  # by model, the version of its parameters
+        self._decided: dict[
+            int, int
+        ] = {}  # and the one to which all means that were asked for lead
+        self._last_saves: dict[int, SaveAt] = {}  # that wait for those means
         self._made: _native.ServerEngine | None = None
         self._locked: Locked | None = None  # over verbs
         self._client = ControlClient(
@@ -233,6 +238,9 @@ class _Server:
             case Restore():
                 assert self._saver is not None, "only what was found is restored"
                 self._client.send(self._saver.restore(message))
+            case SaveAt(flow, step) if step < 0 and self._has_means_ahead(flow):
+                # Of the job's end: what workers gave before they left still counts.
+                self._last_saves[flow] = message
             case SaveAt() | SaveCommit() | SaveEnded():
                 assert self._saver is not None, "only who can save is told to"
                 self._saver.handle(message)
@@ -299,6 +307,7 @@ class _Server:
                 case Mean(step, gradients):
                     names = [msgspec.structs.astuple(gradient) for gradient in gradients]
                     raise_for(self._engine.aggregate(decided.flow, step, names))
+                    self._decided[decided.flow] = step + 1
                 case Dropped(gradient):
                     name = msgspec.structs.astuple(gradient)
                     raise_for(self._engine.drop(decided.flow, name))
@@ -315,12 +324,17 @@ class _Server:
         self._publish(flow, step + 1)
         if self._saver is not None:
             self._saver.after_step(flow, step + 1)
+            if flow in self._last_saves and not self._has_means_ahead(flow):
+                self._saver.handle(self._last_saves.pop(flow))
+
+    def _has_means_ahead(self, flow: int) -> bool:
+        return self._decided.get(flow, -1) > self._published.get(flow, -1)
 
     def _publish(self, flow: int, step: int) -> None:
         from jaxrdma.native import raise_for
 
         raise_for(self._engine.publish(flow, step))
-        self._step = step
+        self._step = self._published[flow] = step
 
     def views(self, flow: int, what: str) -> list[Any]:
         """NumPy views of this server's piece of each leaf, empty where it holds nothing of a leaf."""

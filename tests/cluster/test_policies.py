@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,3 +141,33 @@ def test_nobody_waits_for_a_worker_whose_data_ran_out(
         if not wanted.startswith("v"):
             assert len(told) == int(wanted)
         assert told[-1]["accepted"] + told[-1]["dropped"] == len(told)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("policy", ["sync:2", "bounded:1"])
+def test_a_job_that_is_started_again_goes_on_from_its_checkpoint(
+    make_job: Callable[..., Job], tmp_path: Path, policy: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    first = make_job(2, 3, partition_bytes=256, checkpoint=folder)
+    first.start("policies.py", policy, "v6").succeed(60)
+    seen = versions(first)
+    last = max(seen)
+    again = make_job(1, 3, partition_bytes=256, checkpoint=folder)
+    again.start("policies.py", policy, f"v{last + 6}").succeed(60)
+    begun = {lines(again, worker)[0]["before"] for worker in range(3)}
+    # What was given in advance makes one more version when others have left.
+    assert begun == {last} or (policy == "bounded:1" and begun == {last + 1})
+    for worker in range(3):
+        for line in lines(again, worker):
+            assert seen.setdefault(line["after"], line["values"][0]) == line["values"][0]
+    for version in sorted(seen):
+        if version - 1 in seen:
+            change = seen[version - 1] - seen[version]
+            assert any(change == pytest.approx(mean) for mean in means_of(policy))
+
+
+def means_of(policy: str) -> list[float]:
+    """What one step can change. Over fewer workers, when others have left."""
+    quorums = (2,) if policy == "sync:2" else (1, 2, 3)
+    return [mean for quorum in quorums for mean in means(quorum, 3)]
