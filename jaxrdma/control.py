@@ -345,8 +345,11 @@ class Restore(msgspec.Struct, frozen=True, tag="restore"):
     step: int
 
 
+LAST = -1  # of SaveAt
+
+
 class SaveAt(msgspec.Struct, frozen=True, tag="save_at"):
-    """To a server: save `step`, if you have not passed it; -1: the step that you are at, for the job is over."""
+    """To a server: save `step`, if you have not passed it; `LAST`: the step that you are at, for the job is over."""
 
     flow: int
     step: int

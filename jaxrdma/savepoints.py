@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxrdma.control import (
+    LAST,
     CoordinatorMessage,
     FlowReady,
     FlowStart,
@@ -34,8 +35,6 @@ LAST_SAVE_SECONDS = 600.0
 
 # Between two lines on failures that follow each other, or on skipped steps.
 SELDOM_SECONDS = 60.0
-
-_LAST = -1  # of SaveAt
 
 Answer = FlowReady | Restored | ShardSaved | SaveMissed | SaveCommitted
 
@@ -255,7 +254,7 @@ class Savepoints:
             # Nobody will reach it any more.
             save = self._saves[self._asked, False] = _Save()
             self._end(self._asked, False, save, orders)
-        orders.messages += _each(self._holders, SaveAt(self._flow, _LAST))
+        orders.messages += _each(self._holders, SaveAt(self._flow, LAST))
         return orders
 
     def _ask(self) -> Orders:

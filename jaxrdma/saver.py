@@ -19,6 +19,7 @@ from jaxrdma import checkpoint
 from jaxrdma.checkpoint import Bytes, DamagedError, Image, Manifest, Part
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import (
+    LAST,
     VERSION,
     ClientMessage,
     FlowAgreed,
@@ -37,8 +38,6 @@ from jaxrdma.errors import ConfigError
 from jaxrdma.plan import ITEM_BYTES, Plan
 from jaxrdma.savepoints import Seldom
 from jaxrdma.update import StatePart
-
-LAST = -1  # of SaveAt: the step that the servers are at
 
 
 class Holder(Protocol):

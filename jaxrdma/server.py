@@ -12,6 +12,7 @@ import msgspec
 from jaxrdma import control, transport
 from jaxrdma.cluster import ClusterSpec, bind
 from jaxrdma.control import (
+    LAST,
     Answered,
     ControlClient,
     Decided,
@@ -87,9 +88,8 @@ class _Server:
         self._signal = 0
         self._step = -1
         self._published: dict[int, int] = {}  # by model, the version of its parameters
-        self._decided: dict[
-            int, int
-        ] = {}  # and the one to which all means that were asked for lead
+        # And the version to which all means that were asked for lead.
+        self._decided: dict[int, int] = {}
         self._last_saves: dict[int, SaveAt] = {}  # that wait for those means
         self._made: _native.ServerEngine | None = None
         self._locked: Locked | None = None  # over verbs
@@ -238,7 +238,7 @@ class _Server:
             case Restore():
                 assert self._saver is not None, "only what was found is restored"
                 self._client.send(self._saver.restore(message))
-            case SaveAt(flow, step) if step < 0 and self._has_means_ahead(flow):
+            case SaveAt(flow, step) if step == LAST and self._has_means_ahead(flow):
                 # Of the job's end: what workers gave before they left still counts.
                 self._last_saves[flow] = message
             case SaveAt() | SaveCommit() | SaveEnded():
@@ -272,20 +272,12 @@ class _Server:
 
             self._updates[agreed.flow] = ServerUpdate(agreed.program or b"")
         self._plans[agreed.flow] = plan
+        held = from_wire(agreed.policy).held
         if self._locked is not None:
-            need = shard_bytes(
-                plan,
-                self._spec.index,
-                agreed.mode,
-                self._spec.num_workers,
-                held=from_wire(agreed.policy).held > 0,
-            )
+            workers = self._spec.num_workers
+            need = shard_bytes(plan, self._spec.index, agreed.mode, workers, held=held > 0)
             self._locked.add(f"its part of model {agreed.flow}", need)
-        raise_for(
-            self._engine.add_flow(
-                flow_spec(agreed.flow, agreed.mode, plan, from_wire(agreed.policy).held)
-            )
-        )
+        raise_for(self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan, held)))
         holds = any(p.server == self._spec.index for p in plan.partitions)
         ready = FlowReady(agreed.flow, holds)
         if self._saver is not None and agreed.mode == "update":
