@@ -26,7 +26,9 @@
 
 namespace jaxrdma::fabric {
 
+/// Of kImmediateBits: the verbs fabric numbers its writes in the bits above.
 using Immediate = uint32_t;
+inline constexpr uint32_t kImmediateBits = 24;
 using RequestId = uint64_t;
 using EndpointId = uint32_t;  ///< never reused within one fabric
 
@@ -193,6 +195,7 @@ struct VerbsOptions {
 struct TransportOptions {
   std::string name = "tcp";  ///< "tcp" or "verbs"
   VerbsOptions verbs;
+  std::string fault;  ///< what goes wrong, to order (faulty/fault.h); empty: nothing
 };
 
 /// Decides about a Hello on the accepting side: the reply's payload, or why not. Called inside
@@ -210,6 +213,10 @@ class Fabric {
   virtual std::string describe() const { return name(); }
   /// What people should know of the peers met so far; empty if nothing.
   virtual std::string notice() const { return {}; }
+  /// Which connections do not work just now, and why; empty if all do.
+  virtual std::string trouble() const { return {}; }
+  /// Connections that ended, or were ended, before their hello was accepted: strangers, most often.
+  virtual uint64_t turned_away() const { return 0; }
 
   /// Makes [data, data+bytes) usable as a source and, by `access`, as a target of peers. bytes > 0.
   virtual Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes,

@@ -874,6 +874,8 @@ TEST_CASE("tcp: strangers are turned away without a trace") {
     REQUIRE(turn({&pair.b}, [&] { return stranger.closed_by_peer(); }));
   }
   CHECK(pair.b.events.empty());
+  // The silent one of `pair` is still awaited.
+  CHECK(pair.b.fabric->turned_away() == openings.size());
   pair.check_alive();
 }
 
@@ -905,7 +907,9 @@ TEST_CASE("tcp: a hello that does not come in time is dropped") {
   }
   REQUIRE(turn({&pair.b}, [&] { return pair.client->closed_by_peer(); }));
   CHECK(pair.b.events.empty());
+  CHECK(pair.b.fabric->turned_away() == 1);
   pair.check_alive();
+  CHECK(pair.b.fabric->turned_away() == 1);
 }
 
 TEST_CASE(
@@ -918,6 +922,7 @@ TEST_CASE(
   RawClient first(address), second(address), third(address);
   REQUIRE(turn({&b}, [&] { return third.closed_by_peer(); }));
   CHECK(!first.closed_by_peer());
+  CHECK(b.fabric->turned_away() == 1);
   REQUIRE(a.fabric->connect(address, hello_of(0), 20'000).ok());
   REQUIRE(turn({&a, &b}, [&] { return a.count(Kind::kConnected) == 1; }));
 }

@@ -16,6 +16,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -361,6 +362,115 @@ FAULT_TEST("a broken path with deep queues is found drained without waiting") {
   CHECK(carry({&a, &b}, {&line}, 50));
 }
 
+FAULT_TEST("a device that is slow to flush is waited for as long as its link") {
+  Devices devices;
+  Node a(on("fake0")), b(on("fake1"));
+  Line line(a, b, 0);
+  for (const bool connecting : {true, false}) {
+    CAPTURE(connecting);
+    const uint32_t broken = connecting ? line.x_queue_pair() : line.y_queue_pair();
+    FAKE(fake_verbs_slow_flush)(broken, true);
+    FAKE(fake_verbs_complete)(broken, IBV_WC_RETRY_EXC_ERR, 0, false);
+    // Twice the time that a queue pair gets which its device has given up.
+    const auto until = Clock::now() + std::chrono::seconds(2);
+    CHECK(turn({&a, &b}, [&] {
+      line.write(line.x.received + 50);
+      return Clock::now() > until;
+    }));
+    REQUIRE(!line.ended());
+    CHECK((connecting ? line.x_queue_pair() : line.y_queue_pair()) == broken);
+    FAKE(fake_verbs_slow_flush)(broken, false);
+    CHECK(carry({&a, &b}, {&line}, 100));
+    CHECK((connecting ? line.x_queue_pair() : line.y_queue_pair()) != broken);
+  }
+}
+
+FAULT_TEST("a device that never flushes ends its link in time") {
+  Devices devices;
+  Node a(on("fake0", 300)), b(on("fake1", 300));
+  Line line(a, b, 0), other(a, b, 1);
+  FAKE(fake_verbs_slow_flush)(line.x_queue_pair(), true);
+  FAKE(fake_verbs_complete)(line.x_queue_pair(), IBV_WC_RETRY_EXC_ERR, 0, false);
+  check_only_one_ends({&a, &b}, line, other);
+  check_says(*line.x.ended, {"the link between fake0", "did not answer", "within 0.3 s"});
+}
+
+FAULT_TEST("what a given up queue pair had delivered counts, however late it is looked at") {
+  Devices devices;
+  // Deep queues, so that a look at them takes several turns.
+  Node a(on("fake0"), {.receive_depth = 512}), b(on("fake1"), {.receive_depth = 512});
+  Line line(a, b, 0);
+  REQUIRE(carry({&a, &b}, {&line}, 50));
+  while (b.poll()) continue;
+  // All of the same slot, whose content nobody looks at: their number is what matters.
+  a.ends.erase(line.x.id);
+  uint64_t number = line.x.sent;
+  const auto write = [&](int count) {
+    const Slice slice{line.x.out_region.get(), line.x.out.data(), kSlotBytes};
+    for (int i = 0; i < count; ++i) {
+      REQUIRE(line.x_end()
+                  ->write({&slice, 1},
+                          {reinterpret_cast<uint64_t>(line.y.in.data()),
+                           line.y.in_region->remote_key()},
+                          static_cast<Immediate>(number++), 0)
+                  .ok());
+    }
+  };
+  // Between two looks at events there is a number of busy turns.
+  for (int i = 0; i < 8; ++i) {
+    write(1);
+    b.poll();
+  }
+  write(400);
+  a.poll();  // they are complete, and will not be sent again
+  const uint32_t before = line.y_queue_pair();
+  FAKE(fake_verbs_raise)(nullptr, IBV_EVENT_QP_FATAL, before);
+  b.fabric->wait(0);
+  for (int i = 0; i < 8; ++i) b.poll();
+  REQUIRE(line.y_queue_pair() == before);
+  REQUIRE(!line.y_link()->working());
+  REQUIRE(line.y.received < number - 64);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+  CHECK(turn({&a, &b}, [&] {
+    const auto* link = line.y_link();
+    return link == nullptr || link->working();
+  }));
+  REQUIRE(!line.y.ended.has_value());
+  CHECK(line.y.received == number);
+}
+
+FAULT_TEST("a message that a device delivers twice counts once") {
+  Devices devices;
+  Node a(on("fake0")), b(on("fake1"));
+  Line line(a, b, 0);
+  for (uint32_t round = 0; round < 30; ++round) {
+    CAPTURE(round);
+    CHECK(carry({&a, &b}, {&line}, 40, [&] {
+      FAKE(fake_verbs_repeat)(line.x_queue_pair(), round % 7);
+      FAKE(fake_verbs_repeat)(line.y_queue_pair(), round % 5);
+      // Before the link is made anew, and after.
+      if (round % 3 == 0)
+        FAKE(fake_verbs_complete)(line.x_queue_pair(), IBV_WC_RETRY_EXC_ERR, 3, round % 2 == 0);
+    }));
+  }
+  // Credits that came twice would be seen here.
+  CHECK(carry({&a, &b}, {&line}, 10 * kSlots));
+}
+
+FAULT_TEST("a message that a device loses and acknowledges ends its connection, with the reason") {
+  Devices devices;
+  Node a(on("fake0")), b(on("fake1"));
+  Line line(a, b, 0), other(a, b, 1);
+  REQUIRE(carry({&a, &b}, {&line, &other}, 50));
+  while (a.poll() || b.poll()) continue;
+  FAKE(fake_verbs_complete)(line.x_queue_pair(), IBV_WC_SUCCESS, 0, false);
+  const uint64_t lost = line.x.sent;
+  line.write_x(lost + 1);
+  REQUIRE(line.x.sent == lost + 1);
+  check_only_one_ends({&a, &b}, line, other);
+  CHECK(line.y.received == lost);
+}
+
 FAULT_TEST("reads that a broken path lost are done again, each once") {
   Devices devices;
   Node a(on("fake0")), b(on("fake1"));
@@ -566,6 +676,7 @@ FAULT_TEST("a port that goes down and comes back is waited for") {
       CHECK(up);
       REQUIRE((!line.x.ended && !line.y.ended && !other.x.ended && !other.y.ended));
       CHECK(line.x.wrong + line.y.wrong + other.x.wrong + other.y.wrong == 0);
+      CHECK(a.fabric->trouble() + b.fabric->trouble() == "");
     }
   }
 }
@@ -575,7 +686,13 @@ FAULT_TEST("a port that stays down ends its connections in time, and says which"
   Node a(on("fake0", 200)), b(on("fake1", 200)), c(on("fake1", 200));
   Line line(a, b, 0), other(b, c, 1);
   REQUIRE(carry({&a, &b, &c}, {&line, &other}, 50));
+  CHECK(a.fabric->trouble().empty());
   FAKE(fake_verbs_raise)("fake0", IBV_EVENT_PORT_ERR, 0);
+  // Before it ends it can be asked for.
+  REQUIRE(turn({&a, &b, &c}, [&] { return !a.fabric->trouble().empty(); }));
+  CHECK(!line.x.ended);
+  check_says(Status(Code::kUnavailable, a.fabric->trouble()),
+             {"the link between fake0 port 1", b.address, "went down"});
   check_only_one_ends({&a, &b, &c}, line, other);
   check_says(*line.x.ended, {"the link between fake0 port 1", b.address, "fake1",
                              "port 1 of fake0 on this side went down", "did not come back within"});
@@ -742,6 +859,13 @@ class Exchange {
 
 }  // namespace
 
+/// Step 0 of everybody: a server may know of a connection later than its worker does.
+static void step_together(Job& job) {
+  std::vector<std::unique_ptr<Exchange>> all;
+  for (auto& worker : job.workers) all.push_back(std::make_unique<Exchange>(*worker, 0, 1.0f));
+  for (auto& each : all) REQUIRE(each->wait().ok());
+}
+
 FAULT_TEST("steps go on over a port that goes down and comes back") {
   for (const bool striped : {false, true}) {
     CAPTURE(striped);
@@ -766,7 +890,8 @@ FAULT_TEST("steps go on over a port that goes down and comes back") {
 FAULT_TEST("a server whose device dies is named by every worker that waits for it") {
   Devices devices;
   Job job(2);
-  Exchange waits(*job.workers[0], 0, 1.0f);  // for worker 1
+  step_together(job);
+  Exchange waits(*job.workers[0], 1, 1.0f);  // for worker 1
   FAKE(fake_verbs_raise)("fake1", IBV_EVENT_DEVICE_FATAL, 0);
   for (auto& worker : job.workers) {
     REQUIRE(worker->wait_failure(kTimeoutMs));
@@ -786,6 +911,7 @@ FAULT_TEST("a server whose device dies is named by every worker that waits for i
 FAULT_TEST("a worker whose device dies is named by the server, and told so itself") {
   Devices devices;
   Job job(1);
+  step_together(job);
   FAKE(fake_verbs_raise)("fake0", IBV_EVENT_DEVICE_FATAL, 0);
   REQUIRE(job.workers[0]->wait_failure(kTimeoutMs));
   check_says(job.workers[0]->status(),

@@ -211,6 +211,7 @@ void TcpEndpoint::on_hello() {
     verdict = check_hello(reply);
   }
   if (!verdict.ok()) {
+    fabric_.turn_away();
     enqueue(FrameType::kHelloReply, static_cast<Immediate>(verdict.code()),
             printable(verdict.message()));
     begin_flushing();
@@ -262,6 +263,8 @@ Status TcpEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Imme
   }
   if (local.size() > kMaxSlices)
     return {Code::kInvalidArgument, "a write of more than kMaxSlices slices"};
+  if (immediate >> kImmediateBits != 0)
+    return {Code::kInvalidArgument, "an immediate of more than kImmediateBits bits"};
   if (credits_ == 0) return {Code::kResource, "no credit to write to " + peer_};
   for (const Slice& slice : local) {
     if (slice.bytes == 0) continue;
@@ -724,6 +727,7 @@ void TcpEndpoint::finish() { die(close_reason_); }
 
 void TcpEndpoint::die(Status why) {
   if (state_ == State::kDead) return;
+  if (state_ == State::kAwaitHello) fabric_.turn_away();
   state_ = State::kDead;
   set_deadline(kNever);
   if (watched_ != 0) fabric_.unwatch(socket_.get());

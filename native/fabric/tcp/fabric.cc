@@ -272,8 +272,10 @@ bool TcpFabric::accept(size_t index) {
       return moved;
     }
     moved = true;
-    if (pending_hellos_ >= options_.max_pending_hellos)
+    if (pending_hellos_ >= options_.max_pending_hellos) {
+      ++turned_away_;
       continue;  // closes it; a peer of ours tries again
+    }
     ++pending_hellos_;
     const EndpointId id = next_id_++;
     auto endpoint = std::make_unique<TcpEndpoint>(*this, id, std::move(socket), peer, index);

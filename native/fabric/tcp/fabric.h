@@ -31,6 +31,7 @@ class TcpFabric final : public Fabric {
                                                         Access access) override;
   bool registration_is_cheap() const override { return true; }
   bool can_read() const override { return false; }
+  uint64_t turned_away() const override { return turned_away_; }
   Result<std::string> listen(const std::string& address, Gatekeeper gatekeeper) override;
   Result<EndpointId> connect(const std::string& address, const Hello& hello,
                              int timeout_ms) override;
@@ -62,6 +63,8 @@ class TcpFabric final : public Fabric {
   void retire(EndpointId id) { retired_.push_back(id); }
   /// An accepted connection is no longer pending.
   void hello_finished() { --pending_hellos_; }
+  /// An accepted connection is none of ours.
+  void turn_away() { ++turned_away_; }
 
  private:
   struct Listener {
@@ -85,6 +88,7 @@ class TcpFabric final : public Fabric {
   std::unordered_map<EndpointId, std::unique_ptr<TcpEndpoint>> endpoints_;
   EndpointId next_id_ = 1;
   uint32_t pending_hellos_ = 0;
+  uint64_t turned_away_ = 0;
   int64_t resume_listening_ns_ = kNever;
   std::vector<EndpointId> retired_;
   std::vector<Event>* polling_ = nullptr;  ///< where events go during `poll`

@@ -21,7 +21,9 @@ namespace {
 constexpr int64_t kMillisecond = 1'000'000;
 // Long enough for a kernel that looks for a neighbour's address, several times.
 constexpr int64_t kPairingNs = 20'000 * kMillisecond;
-// A queue pair in ERR flushes everything within microseconds; a device that does not is given up.
+// A queue pair that its device has given up may flush nothing: what it has delivered is there by
+// then. Any other is waited for as long as the link: what it delivers while nobody counts would be
+// sent, and delivered, again.
 constexpr int64_t kDrainNs = 1000 * kMillisecond;
 // Between two attempts to make a broken link work again.
 constexpr int64_t kRebuildPauseNs = 500 * kMillisecond;
@@ -33,6 +35,7 @@ constexpr uint64_t kReceive = UINT64_MAX;  // the number of every receive
 // Immediates of SENDs: with this bit, how many segments of the next write have no immediate of
 // their own; without it, the total of writes granted.
 constexpr uint32_t kSegmentsBit = 1u << 31;
+constexpr uint32_t kImmediateMask = (1u << kImmediateBits) - 1;
 
 int64_t now_ns() { return tcp::monotonic_ns(); }
 
@@ -97,7 +100,7 @@ Status VerbsEndpoint::new_queue_pair(const RawGid* peer) {
   on_wire_ = reads_on_wire_ = 0;
   last_work_request_ = done_work_request_ = signalled_work_request_ = 0;
   receives_posted_ = 0;
-  local_ready_ = remote_ready_ = failed_ = false;
+  local_ready_ = remote_ready_ = failed_ = fatal_ = false;
   const uint32_t wanted = receives_wanted(receive_depth_);
   segments_before_ = 0;
   if (Status posted = queue_pair_->post_receives(wanted); !posted.ok()) return posted;
@@ -109,7 +112,7 @@ void VerbsEndpoint::drop_queue_pair() {
   if (queue_pair_ == nullptr) return;
   // The set-up thread may still hold it: it stops using memory now, not when that lets go.
   queue_pair_->fail();
-  fabric_.stop_polling(queue_pair_.get());
+  fabric_.stop_polling(*queue_pair_);
   queue_pair_.reset();
 }
 
@@ -191,6 +194,8 @@ Status VerbsEndpoint::write(std::span<const Slice> local, RemoteSlice remote, Im
     return {Code::kUnavailable, "the connection to " + peer_ + " is not open"};
   if (local.size() > kMaxSlices)
     return {Code::kInvalidArgument, "a write of more than kMaxSlices slices"};
+  if (immediate >> kImmediateBits != 0)
+    return {Code::kInvalidArgument, "an immediate of more than kImmediateBits bits"};
   if (credits() == 0) return {Code::kResource, "no credit to write to " + peer_};
   uint64_t total = 0;
   for (const Slice& slice : local) {
@@ -294,6 +299,7 @@ void VerbsEndpoint::pump() {
   if (state_ != State::kOpen) return;
   while (on_wire_ < kept_.size()) {
     Kept& kept = kept_[on_wire_];
+    const uint32_t number = first_kept_ + static_cast<uint32_t>(on_wire_);
     const uint64_t segment = segment_bytes();
     const uint64_t before = kept.bytes == 0 ? 0 : (kept.bytes - 1) / segment;
     if (send_room() < before + (before > 0 ? 2 : 1)) return;
@@ -312,7 +318,7 @@ void VerbsEndpoint::pump() {
       std::array<ibv_sge, kMaxSlices> slices;
       ibv_send_wr request{};
       request.opcode = last ? IBV_WR_RDMA_WRITE_WITH_IMM : IBV_WR_RDMA_WRITE;
-      request.imm_data = htonl(kept.immediate);
+      request.imm_data = htonl(kept.immediate | number << kImmediateBits);
       if (last && kept.solicit == Solicit::kYes) request.send_flags |= IBV_SEND_SOLICITED;
       if (bytes > 0) {
         request.wr.rdma.remote_addr = kept.remote.address + begin;
@@ -524,6 +530,7 @@ void VerbsEndpoint::on_received(const ibv_wc& completion) {
     }
     return;
   }
+  if (!in_turn(immediate)) return;
   if (received_ == granted_told_) {
     end({Code::kProtocol, "the peer at " + peer_ + " wrote without a credit"});
     return;
@@ -535,9 +542,28 @@ void VerbsEndpoint::on_received(const ibv_wc& completion) {
   bytes_received_ += bytes;
   Event event{};
   event.kind = Event::Kind::kReceived;
-  event.immediate = immediate;
+  event.immediate = immediate & kImmediateMask;
   event.bytes = bytes;
   emit(std::move(event));
+}
+
+/// Whether this is the write that comes next.
+bool VerbsEndpoint::in_turn(uint32_t immediate) {
+  constexpr uint32_t kNumbers = 1u << (32 - kImmediateBits);
+  const uint32_t ahead = ((immediate >> kImmediateBits) - received_) % kNumbers;
+  if (ahead == 0) return true;
+  segments_before_ = 0;
+  // Delivered again; or the gap before it is known, and it will come again.
+  if (ahead >= kNumbers / 2 || failed_) return false;
+  const std::string why = rail_.device()->name() + " delivered write " +
+                          std::to_string(received_ + ahead) + " before write " +
+                          std::to_string(received_);
+  if (++strikes_ <= kMostStrikes) {
+    break_link(why);
+  } else {
+    end({Code::kProtocol, "the connection to " + peer_ + " failed: " + why});
+  }
+  return false;
 }
 
 /// The first bad completion of a queue pair; the others say nothing.
@@ -557,7 +583,10 @@ void VerbsEndpoint::on_send_failed(const ibv_wc& completion) {
 }
 
 void VerbsEndpoint::on_queue_pair_event(const std::string& what, ibv_event_type type) {
-  if (dead() || ended_ || failed_) return;
+  if (dead() || ended_) return;
+  fatal_ = true;
+  if (state_ == State::kDraining) set_drain_deadline();
+  if (failed_) return;
   if (type == IBV_EVENT_QP_FATAL || (type == IBV_EVENT_QP_REQ_ERR && ++strikes_ <= kMostStrikes)) {
     break_link(what);
   } else {
@@ -596,6 +625,10 @@ std::string VerbsEndpoint::link_text() const {
          (rebuild_why_.empty() || !port.empty() ? "" : "; making it anew failed: " + rebuild_why_);
 }
 
+std::string VerbsEndpoint::trouble() const {
+  return broken_why_.empty() ? std::string() : link_text();
+}
+
 void VerbsEndpoint::break_link(const std::string& why) {
   // Of one that closes there is no queue pair left to break.
   if (dead() || ended_ || state_ == State::kDraining || state_ == State::kClosing) return;
@@ -623,7 +656,11 @@ void VerbsEndpoint::break_link(const std::string& why) {
   }
   // What was delivered before counts as received, so it has to be seen: `poll` goes on until all
   // that was posted has come back.
-  set_deadline(std::min(link_deadline_ns_, now_ns() + kDrainNs));
+  set_drain_deadline();
+}
+
+void VerbsEndpoint::set_drain_deadline() {
+  set_deadline(fatal_ ? std::min(link_deadline_ns_, now_ns() + kDrainNs) : link_deadline_ns_);
 }
 
 /// Everything that the old queue pair delivered has been seen.
@@ -807,7 +844,9 @@ void VerbsEndpoint::on_deadline() {
     return;
   }
   if (state_ == State::kDraining) {
-    on_drained();
+    // Whoever calls `poll` may have been kept from it for longer than this took.
+    on_completions(fabric_.drain(id_, *queue_pair_));
+    if (state_ == State::kDraining) on_drained();
   } else if (state_ == State::kBroken && !accepted_) {
     rebuild();
   }
@@ -818,6 +857,11 @@ void VerbsEndpoint::on_deadline() {
 void VerbsEndpoint::close(Status why, bool flush) {
   if (dead() || ended_ || flushing_ || state_ == State::kClosing) return;
   close_reason_ = std::move(why);
+  if (close_reason_.code() == Code::kProtocol && generation_ > 0) {
+    close_reason_ = {Code::kProtocol, close_reason_.message() + " (" + link_name() +
+                                          " had been made anew before, " +
+                                          std::to_string(generation_) + " times)"};
+  }
   if (flush && state_ == State::kOpen && !kept_.empty()) {
     flushing_ = true;
     fabric_.completions_needed();

@@ -11,7 +11,14 @@
    queue pair and asks the other to do so; each tells how many writes it has received, and the rest
    is posted again, in order: nothing is lost and nothing is delivered twice.
 
-   Writes are RDMA WRITE WITH IMMEDIATE. Credits come back as empty SENDs WITH IMMEDIATE, which
+   Writes are RDMA WRITE WITH IMMEDIATE, with the low bits of their number above the owner's
+   immediate. The receiver ignores one that its device delivers again, and where one is missing the
+   link is made anew. Soft-RoCE of Linux before 6.10 does deliver an empty message twice: its
+   requester may take the position of a repetition from one message and the sequence number from the
+   next, while its completer goes from one to the other (req_retry and complete_wqe in
+   drivers/infiniband/sw/rxe).
+
+   Credits come back as empty SENDs WITH IMMEDIATE, which
    carry the total ever granted, so that a lost one does no harm. */
 #pragma once
 
@@ -90,6 +97,8 @@ class VerbsEndpoint final : public Endpoint {
   int64_t deadline_ns() const { return deadline_ns_; }
   /// Its kConnected has been told.
   bool connected() const { return connected_; }
+  /// That its link broke, and why, until it works again; else empty.
+  std::string trouble() const;
   /// What is written goes out now.
   bool working() const { return state_ == State::kOpen; }
   bool dead() const { return state_ == State::kDead; }
@@ -154,11 +163,13 @@ class VerbsEndpoint final : public Endpoint {
   void grant_if_due();
   void send_grant(bool signalled);
   void on_received(const ibv_wc& completion);
+  bool in_turn(uint32_t immediate);
   void on_send_failed(const ibv_wc& completion);
   void post_receives();
 
   void maybe_open();
   void break_link(const std::string& why);
+  void set_drain_deadline();
   void on_drained();
   void rebuild();
   void rebuild_later();
@@ -206,6 +217,7 @@ class VerbsEndpoint final : public Endpoint {
   bool local_ready_ = false;
   bool remote_ready_ = false;
   bool failed_ = false;   ///< the queue pair is in ERR
+  bool fatal_ = false;    ///< and its device may flush nothing of it
   bool proven_ = true;    ///< something has crossed the link since it was last made
   uint32_t strikes_ = 0;  ///< sequence failures since a write last got across
   std::string broken_why_;

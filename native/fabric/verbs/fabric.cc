@@ -118,6 +118,15 @@ std::string VerbsFabric::notice() const {
   return text;
 }
 
+std::string VerbsFabric::trouble() const {
+  std::string text;
+  for (const auto& [id, endpoint] : endpoints_) {
+    const std::string more = endpoint->trouble();
+    text += (text.empty() || more.empty() ? "" : "; ") + more;
+  }
+  return text;
+}
+
 Result<std::unique_ptr<MemoryRegion>> VerbsFabric::register_memory(std::byte* data, size_t bytes,
                                                                    Access access) {
   return VerbsMemoryRegion::create(rails_, data, bytes, access);
@@ -259,20 +268,20 @@ void VerbsFabric::start_polling(EndpointId id, std::shared_ptr<QueuePair> queue_
   polled_.push_back({id, std::move(queue_pair)});
 }
 
-void VerbsFabric::stop_polling(const QueuePair* queue_pair) {
+void VerbsFabric::stop_polling(const QueuePair& queue_pair) {
   const std::lock_guard lock(completions_mutex_);
-  std::erase_if(polled_, [=](const Polled& p) { return p.queue_pair.get() == queue_pair; });
-  std::erase_if(found_, [=](const Found& f) { return f.queue_pair == queue_pair; });
+  std::erase_if(polled_, [&](const Polled& p) { return p.queue_pair.get() == &queue_pair; });
+  std::erase_if(found_, [&](const Found& f) { return f.queue_pair == queue_pair.serial(); });
 }
 
 std::vector<ibv_wc> VerbsFabric::drain(EndpointId id, QueuePair& queue_pair) {
   const std::lock_guard lock(completions_mutex_);
   std::vector<ibv_wc> drained;
   for (const Found& found : found_) {
-    if (found.endpoint == id && found.queue_pair == &queue_pair)
+    if (found.endpoint == id && found.queue_pair == queue_pair.serial())
       drained.push_back(found.completion);
   }
-  std::erase_if(found_, [&](const Found& f) { return f.queue_pair == &queue_pair; });
+  std::erase_if(found_, [&](const Found& f) { return f.queue_pair == queue_pair.serial(); });
   std::array<ibv_wc, kBatch> batch;
   for (int count = queue_pair.poll(batch); count > 0; count = queue_pair.poll(batch))
     drained.insert(drained.end(), batch.begin(), batch.begin() + count);
@@ -365,7 +374,7 @@ bool VerbsFabric::poll_completions() {
       const int count = polled.queue_pair->poll(batch);
       more |= count == static_cast<int>(batch.size());
       for (int i = 0; i < count; ++i)
-        working_.push_back({polled.endpoint, polled.queue_pair.get(), batch[i]});
+        working_.push_back({polled.endpoint, polled.queue_pair->serial(), batch[i]});
     }
   }
   for (size_t i = 0; i < working_.size();) {
@@ -373,7 +382,9 @@ bool VerbsFabric::poll_completions() {
     size_t last = i + 1;
     while (last < working_.size() && working_[last].queue_pair == working_[i].queue_pair) ++last;
     const auto found = endpoints_.find(working_[i].endpoint);
-    if (found != endpoints_.end() && found->second->queue_pair().get() == working_[i].queue_pair) {
+    const QueuePair* current =
+        found == endpoints_.end() ? nullptr : found->second->queue_pair().get();
+    if (current != nullptr && current->serial() == working_[i].queue_pair) {
       batch_.clear();
       for (size_t k = i; k < last; ++k) batch_.push_back(working_[k].completion);
       found->second->on_completions(batch_);
@@ -501,7 +512,7 @@ void VerbsFabric::wait(int timeout_ms, bool patient) {
       // What completed before it was armed raises no event.
       const int count = polled.queue_pair->poll(batch);
       for (int i = 0; i < count; ++i)
-        found_.push_back({polled.endpoint, polled.queue_pair.get(), batch[i]});
+        found_.push_back({polled.endpoint, polled.queue_pair->serial(), batch[i]});
     }
     if (!found_.empty()) return;
   }

@@ -38,6 +38,8 @@ class VerbsFabric final : public Fabric {
   const char* name() const override { return "verbs"; }
   std::string describe() const override;
   std::string notice() const override;
+  std::string trouble() const override;
+  uint64_t turned_away() const override { return signalling_->turned_away(); }
   Result<std::unique_ptr<MemoryRegion>> register_memory(std::byte* data, size_t bytes,
                                                         Access access) override;
   bool registration_is_cheap() const override { return false; }
@@ -58,7 +60,7 @@ class VerbsFabric final : public Fabric {
   /// A queue pair for a peer with this GID, in INIT, and polled from now on.
   Result<std::shared_ptr<QueuePair>> make_queue_pair(EndpointId id, Rail& rail, const RawGid* peer);
   void start_polling(EndpointId id, std::shared_ptr<QueuePair> queue_pair);
-  void stop_polling(const QueuePair* queue_pair);
+  void stop_polling(const QueuePair& queue_pair);
   /// What its completion queue holds now.
   std::vector<ibv_wc> drain(EndpointId id, QueuePair& queue_pair);
   void ask_setup(EndpointId id, uint32_t generation, std::shared_ptr<QueuePair> queue_pair,
@@ -125,7 +127,7 @@ class VerbsFabric final : public Fabric {
   };
   struct Found {
     EndpointId endpoint;
-    const QueuePair* queue_pair;
+    uint64_t queue_pair;  ///< its serial number: it may be gone, and another at its address
     ibv_wc completion;
   };
   std::mutex completions_mutex_;  // guards polled_, found_, QueuePair::armed, and polling

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <random>
@@ -53,7 +54,9 @@ Result<std::shared_ptr<QueuePair>> QueuePair::create(std::shared_ptr<Device> dev
                                                      CompletionChannel& channel,
                                                      const VerbsOptions& options,
                                                      uint32_t send_depth, uint32_t receive_depth) {
+  static std::atomic<uint64_t> created{0};
   std::shared_ptr<QueuePair> made(new QueuePair());
+  made->serial_ = ++created;
   made->options_ = options;
   made->port_ = port.number;
   made->ethernet_ = port.link_layer == "Ethernet";

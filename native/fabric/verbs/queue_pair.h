@@ -53,6 +53,8 @@ class QueuePair {
   static uint8_t reads(const Device& device);
 
   uint32_t number() const { return queue_pair_->qp_num; }
+  /// Of this process's queue pairs, which one: addresses and numbers are used again.
+  uint64_t serial() const { return serial_; }
   uint32_t packet_sequence() const { return packet_sequence_; }
   uint32_t max_inline() const { return max_inline_; }
   const GidEntry& gid() const { return gid_; }
@@ -96,6 +98,7 @@ class QueuePair {
   bool ethernet_ = true;
   uint32_t active_mtu_ = 0;  ///< enum ibv_mtu
   GidEntry gid_;
+  uint64_t serial_ = 0;
   uint32_t packet_sequence_ = 0;
   uint32_t max_inline_ = 0;
   std::unique_ptr<ibv_cq, DestroyCq> completions_;

@@ -136,7 +136,7 @@ struct Receive {
 struct Fate {
   uint32_t skip;
   ibv_wc_status status;
-  bool delivered;
+  uint32_t delivered;  ///< how often
 };
 
 struct Qp : ibv_qp {
@@ -148,6 +148,7 @@ struct Qp : ibv_qp {
   uint32_t sends_used = 0, receives_used = 0;
   uint32_t quiet = 0;  ///< carried out since the last completion, without one of their own
   bool held = false;
+  bool slow = false;  ///< to flush
   Told errors;
 };
 
@@ -377,6 +378,7 @@ void complete_receive(Qp& qp, ibv_wc_status status, ibv_wc_opcode opcode, uint64
 
 /// Everything posted comes back flushed.
 void flush(Qp& qp) {
+  if (qp.slow) return;
   for (; !qp.posted.empty(); qp.posted.pop_front())
     complete_send(qp, qp.posted.front(), IBV_WC_WR_FLUSH_ERR);
   while (!qp.receives.empty()) complete_receive(qp, IBV_WC_WR_FLUSH_ERR, IBV_WC_RECV, 0, 0);
@@ -456,8 +458,10 @@ void progress(Qp& qp) {
     ibv_wc_status status = IBV_WC_SUCCESS;
     if (fated) {
       const Fate fate = qp.fates.front();
+      if (fate.status == IBV_WC_SUCCESS && fate.delivered > 0 && peer == nullptr) return;
       qp.fates.pop_front();
-      if (fate.delivered && peer != nullptr) carry_out(qp, qp.posted.front(), *peer);
+      for (uint32_t i = 0; i < fate.delivered && peer != nullptr; ++i)
+        carry_out(qp, qp.posted.front(), *peer);
       status = fate.status;
     } else if (peer == nullptr) {
       return;
@@ -1075,7 +1079,14 @@ uint32_t fake_verbs_stalled(void) {
 void fake_verbs_complete(uint32_t number, ibv_wc_status status, uint32_t skip, bool delivered) {
   const std::lock_guard guard(world().lock);
   Qp& qp = *world().queue_pairs.at(number);
-  qp.fates.push_back({skip, status, delivered});
+  qp.fates.push_back({skip, status, delivered ? 1u : 0u});
+  progress(qp);
+}
+
+void fake_verbs_repeat(uint32_t number, uint32_t skip) {
+  const std::lock_guard guard(world().lock);
+  Qp& qp = *world().queue_pairs.at(number);
+  qp.fates.push_back({skip, IBV_WC_SUCCESS, 2});
   progress(qp);
 }
 
@@ -1091,6 +1102,15 @@ void fake_verbs_hold(uint32_t number, bool held) {
   Qp& qp = *world().queue_pairs.at(number);
   qp.held = held;
   progress(qp);
+}
+
+void fake_verbs_slow_flush(uint32_t number, bool slow) {
+  const std::lock_guard guard(world().lock);
+  const auto found = world().queue_pairs.find(number);
+  if (found == world().queue_pairs.end()) return;
+  Qp& qp = *found->second;
+  qp.slow = slow;
+  if (qp.state == IBV_QPS_ERR) flush(qp);
 }
 
 void fake_verbs_raise(const char* name, ibv_event_type type, uint32_t number) {

@@ -54,11 +54,17 @@ uint32_t fake_verbs_stalled(void);
 /// queue pair fails. `delivered`: the peer gets what it carries nevertheless, as when only the
 /// acknowledgement is lost.
 void fake_verbs_complete(uint32_t qp, ibv_wc_status status, uint32_t skip, bool delivered);
+/// After `skip` more, the next work request of queue pair `qp` is delivered twice, as Soft-RoCE may
+/// do with one that it repeats.
+void fake_verbs_repeat(uint32_t qp, uint32_t skip);
 /// The first posted receive of `qp` completes with `status`, and the queue pair fails.
 void fake_verbs_complete_receive(uint32_t qp, ibv_wc_status status);
 
 /// While held, what is posted to `qp` stays unanswered.
 void fake_verbs_hold(uint32_t qp, bool held);
+
+/// While slow, what is posted to `qp` does not come back when it fails.
+void fake_verbs_slow_flush(uint32_t qp, bool slow);
 
 /// An asynchronous event, with what it says. Of `qp`: QP_FATAL and the like fail it, too badly to
 /// flush what is posted; CQ_ERR stops its completion queue. With `qp` 0, of `device`: PORT_ERR and
