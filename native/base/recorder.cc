@@ -37,6 +37,10 @@ const char* stage_name(Stage stage) {
       return "published";
     case Stage::kDropped:
       return "dropped";
+    case Stage::kUpdating:
+      return "updating";
+    case Stage::kAnswered:
+      return "answered";
   }
   return "unknown";
 }
@@ -70,10 +74,17 @@ void Recorder::add(Stage stage, uint16_t flow, int64_t step, uint32_t partition,
   // The ring went once around while another thread was still writing here, or overtook us: this
   // record is lost rather than mixed with the other.
   uint64_t before = slot.sequence.load(std::memory_order_relaxed);
-  if ((before & 1) != 0 || before > 2 * n) return;
-  if (!slot.sequence.compare_exchange_strong(before, 2 * n + 1, std::memory_order_acquire)) return;
+  if ((before & 1) != 0 || before > 2 * n ||
+      !slot.sequence.compare_exchange_strong(before, 2 * n + 1, std::memory_order_acquire)) {
+    lost_.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
   for (size_t i = 0; i < kWords; ++i) slot.words[i].store(words[i], std::memory_order_release);
   slot.sequence.store(2 * n + 2, std::memory_order_release);
+}
+
+RecordCounts Recorder::counts() const {
+  return {next_.load(std::memory_order_relaxed), lost_.load(std::memory_order_relaxed)};
 }
 
 std::vector<Record> Recorder::snapshot() const {

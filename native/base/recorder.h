@@ -20,6 +20,8 @@ enum class Stage : uint8_t {
   kReduced = 5,    ///< server: all contributions are in the sum
   kPublished = 6,  ///< server: the parameters of the next step are there
   kDropped = 7,    ///< stale or duplicate; counted
+  kUpdating = 8,   ///< server: all sums of a flow are there, the update may begin
+  kAnswered = 9,   ///< server: the fabric is done with an answer
 };
 const char* stage_name(Stage stage);
 
@@ -36,6 +38,12 @@ struct Record {
 };
 static_assert(sizeof(Record) == 32);
 
+/// How many there were so far.
+struct RecordCounts {
+  uint64_t added = 0;  ///< also those that newer ones have pushed out
+  uint64_t lost = 0;   ///< of these, never kept: another thread was still writing in their place
+};
+
 /// A ring of Records that any thread may add to, without locks or allocation.
 class Recorder {
  public:
@@ -43,12 +51,14 @@ class Recorder {
   void add(Stage stage, uint16_t flow, int64_t step, uint32_t partition, uint16_t peer);
   /// Oldest first. A record that is being written during the call is left out.
   std::vector<Record> snapshot() const;
+  RecordCounts counts() const;
 
  private:
   struct Slot;
   size_t mask_;
   std::unique_ptr<Slot[]> slots_;
   std::atomic<uint64_t> next_{0};
+  std::atomic<uint64_t> lost_{0};
 
  public:
   ~Recorder();
