@@ -45,6 +45,7 @@ class TransportArguments(TypedDict):
     transport: str
     spin_us: int
     verbs: _native.VerbsOptions
+    fault: str
 
 
 def transport_options(
@@ -61,7 +62,7 @@ def transport_options(
             setattr(verbs, name, value)
     verbs.sources = _sources(spec, choices)
     spin_us = spec.spin_us if spec.spin_us is not None else _native.DEFAULT_SPIN_US
-    return {"transport": transport, "spin_us": spin_us, "verbs": verbs}
+    return {"transport": transport, "spin_us": spin_us, "verbs": verbs, "fault": spec.own_fault}
 
 
 def _sources(spec: ClusterSpec, choices: Sequence[Candidate]) -> list[_native.VerbsSource]:
@@ -85,11 +86,18 @@ def _sources(spec: ClusterSpec, choices: Sequence[Candidate]) -> list[_native.Ve
     ]
 
 
+_FLOW_MODES = {
+    "update": _native.FlowMode.UPDATE,
+    "average": _native.FlowMode.AVERAGE,
+    "ema": _native.FlowMode.SHOW,
+}
+
+
 def flow_spec(flow: int, mode: str, plan: Plan, held: int = 0) -> _native.FlowSpec:
-    """The native half of `plan`. `held`: as in `control.FlowProposal`."""
+    """The native half of `plan`. `mode`, `held`: as in `control.FlowProposal`."""
     return _native.FlowSpec(
         id=flow,
-        mode=_native.FlowMode.UPDATE if mode == "update" else _native.FlowMode.AVERAGE,
+        mode=_FLOW_MODES[mode],
         dtypes=[getattr(_native.DType, leaf.dtype) for leaf in plan.leaves],
         elements=[math.prod(leaf.shape) for leaf in plan.leaves],
         partitions=[(p.leaf, p.server, p.begin, p.elements) for p in plan.partitions],

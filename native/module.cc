@@ -123,6 +123,19 @@ Status run_operation(WorkerEngine& engine, OperationKind kind, uint16_t flow, in
   return run(engine, std::move(operation.value()));
 }
 
+/// Waits for a version of `step` or later, and brings it; returns its step.
+std::variant<int64_t, Status> follow(WorkerEngine& engine, uint16_t flow, int64_t step,
+                                     const Targets& targets, const FlowSpec& spec, int timeout_ms) {
+  auto operation = make_operation(OperationKind::kFollow, flow, step, {}, targets, spec);
+  if (!operation.ok()) return operation.status();
+  const auto outcome = std::make_shared<Outcome>();
+  operation.value().outcome = outcome;
+  operation.value().timeout_ms = timeout_ms;
+  nb::gil_scoped_release unlocked;
+  if (Status status = run(engine, std::move(operation.value())); !status.ok()) return status;
+  return outcome->version;
+}
+
 /// For measurements: runs it `count` times, of consecutive steps, one after the other; returns how
 /// long each took, in seconds, up to where a custom call would be complete.
 std::variant<std::vector<double>, Status> repeat_operation(WorkerEngine& engine, OperationKind kind,
@@ -169,7 +182,8 @@ void bind_common(nb::module_& m) {
       .value("bfloat16", DType::kBFloat16);
   nb::enum_<FlowMode>(m, "FlowMode")
       .value("AVERAGE", FlowMode::kAverage)
-      .value("UPDATE", FlowMode::kUpdate);
+      .value("UPDATE", FlowMode::kUpdate)
+      .value("SHOW", FlowMode::kShow);
   nb::class_<FlowSpec>(m, "FlowSpec")
       .def(
           "__init__",
@@ -263,17 +277,20 @@ void bind_worker(nb::module_& m) {
       .def_static(
           "create",
           [](uint32_t worker, std::string job, uint64_t incarnation, int spin_us,
-             const std::string& transport, const fabric::VerbsOptions& verbs) {
+             const std::string& transport, const fabric::VerbsOptions& verbs, bool follows,
+             const std::string& fault) {
             WorkerOptions options;
             options.worker = worker;
+            options.follows = follows;
             options.job = std::move(job);
             options.incarnation = incarnation;
             options.spin_us = spin_us;
-            options.transport = {transport, verbs};
+            options.transport = {transport, verbs, fault};
             return to_variant(WorkerEngine::create(std::move(options)));
           },
           nb::arg("worker"), nb::arg("job"), nb::arg("incarnation"), nb::arg("spin_us") = 0,
-          nb::arg("transport") = "tcp", nb::arg("verbs") = fabric::VerbsOptions{}, Unlocked())
+          nb::arg("transport") = "tcp", nb::arg("verbs") = fabric::VerbsOptions{},
+          nb::arg("follows") = false, nb::arg("fault") = "", Unlocked())
       .def(
           "connect",
           [](WorkerEngine& self, const std::vector<std::string>& addresses,
@@ -289,6 +306,9 @@ void bind_worker(nb::module_& m) {
       .def("add_flow", &WorkerEngine::add_flow, nb::arg("spec"), Unlocked())
       .def("run_operation", &run_operation, nb::arg("kind"), nb::arg("flow"), nb::arg("step"),
            nb::arg("sources"), nb::arg("targets"), nb::arg("spec"))
+      .def("follow", &follow, nb::arg("flow"), nb::arg("step"), nb::arg("targets"), nb::arg("spec"),
+           nb::arg("timeout_ms") = -1)
+      .def("stop_waiting", &WorkerEngine::stop_waiting, Unlocked())
       .def("repeat_operation", &repeat_operation, nb::arg("kind"), nb::arg("flow"),
            nb::arg("first_step"), nb::arg("count"), nb::arg("sources"), nb::arg("targets"),
            nb::arg("spec"))
@@ -298,8 +318,14 @@ void bind_worker(nb::module_& m) {
       .def("pending", &WorkerEngine::pending, nb::arg("limit") = 16, Unlocked())
       .def("stats", &WorkerEngine::stats, Unlocked())
       .def("records", [](const WorkerEngine& self) { return to_bytes(self.records()); })
+      .def("record_counts",
+           [](const WorkerEngine& self) {
+             const RecordCounts counts = self.record_counts();
+             return std::tuple(counts.added, counts.lost);
+           })
       .def_prop_ro("transport", [](const WorkerEngine& self) { return self.transport(); })
       .def_prop_ro("notice", [](const WorkerEngine& self) { return self.notice(); })
+      .def_prop_ro("trouble", [](const WorkerEngine& self) { return self.trouble(); })
       .def_prop_ro("status", &WorkerEngine::status)
       .def("wait_failure", &WorkerEngine::wait_failure, nb::arg("timeout_ms") = -1, Unlocked())
       .def("close", &WorkerEngine::close, Unlocked());
@@ -335,11 +361,13 @@ void bind_server(nb::module_& m) {
       .value("STRANDED", ServerEvent::Kind::kStranded)
       .value("WOKEN", ServerEvent::Kind::kWoken)
       .value("CLOSED", ServerEvent::Kind::kClosed)
-      .value("GRADIENT", ServerEvent::Kind::kGradient);
+      .value("GRADIENT", ServerEvent::Kind::kGradient)
+      .value("FOLLOWER_REFUSED", ServerEvent::Kind::kFollowerRefused);
   event.def_ro("kind", &ServerEvent::kind)
       .def_ro("flow", &ServerEvent::flow)
       .def_ro("step", &ServerEvent::step)
       .def_ro("worker", &ServerEvent::worker)
+      .def_ro("incarnation", &ServerEvent::incarnation)
       .def_ro("text", &ServerEvent::text)
       .def_prop_ro("gradient", [](const ServerEvent& self) {
         const GradientId& id = self.gradient;
@@ -353,15 +381,24 @@ void bind_server(nb::module_& m) {
       .def_ro("dropped", &ServerStats::dropped)
       .def_ro("gradients_dropped", &ServerStats::gradients_dropped)
       .def_ro("duplicates", &ServerStats::duplicates)
-      .def_ro("refused", &ServerStats::refused);
+      .def_ro("refused", &ServerStats::refused)
+      .def_ro("bytes_followed", &ServerStats::bytes_followed)
+      .def_ro("copies", &ServerStats::copies);
+  nb::class_<Lack>(m, "Lack")
+      .def_ro("worker", &Lack::worker)
+      .def_ro("flow", &Lack::flow)
+      .def_ro("step", &Lack::step)
+      .def_ro("partition", &Lack::partition)
+      .def_ro("seconds", &Lack::seconds);
   nb::class_<ServerEngine>(m, "ServerEngine")
       .def_static(
           "create",
           [](uint32_t server, uint32_t servers, uint32_t workers, std::string job,
              std::string listen, size_t partition_bytes, uint32_t slots_per_worker,
              uint32_t reduce_threads, bool ordered, int spin_us, const std::string& transport,
-             const fabric::VerbsOptions& verbs) {
+             const fabric::VerbsOptions& verbs, uint32_t followers, const std::string& fault) {
             ServerOptions options;
+            options.followers = followers;
             options.server = server;
             options.servers = servers;
             options.workers = workers;
@@ -372,13 +409,14 @@ void bind_server(nb::module_& m) {
             options.reduce_threads = reduce_threads;
             options.ordered = ordered;
             options.spin_us = spin_us;
-            options.transport = {transport, verbs};
+            options.transport = {transport, verbs, fault};
             return to_variant(ServerEngine::create(std::move(options)));
           },
           nb::arg("server"), nb::arg("servers"), nb::arg("workers"), nb::arg("job"),
           nb::arg("listen"), nb::arg("partition_bytes"), nb::arg("slots_per_worker") = 16,
           nb::arg("reduce_threads") = 2, nb::arg("ordered") = false, nb::arg("spin_us") = 0,
-          nb::arg("transport") = "tcp", nb::arg("verbs") = fabric::VerbsOptions{}, Unlocked())
+          nb::arg("transport") = "tcp", nb::arg("verbs") = fabric::VerbsOptions{},
+          nb::arg("followers") = 64, nb::arg("fault") = "", Unlocked())
       .def_prop_ro("address", &ServerEngine::address)
       .def(
           "admit",
@@ -386,6 +424,14 @@ void bind_server(nb::module_& m) {
             return self.admit(worker, incarnation, to_vector(token));
           },
           nb::arg("worker"), nb::arg("incarnation"), nb::arg("token"))
+      .def(
+          "admit_follower",
+          [](ServerEngine& self, uint32_t follower, uint64_t incarnation, const nb::bytes& token) {
+            return self.admit_follower(follower, incarnation, to_vector(token));
+          },
+          nb::arg("follower"), nb::arg("incarnation"), nb::arg("token"))
+      .def("dismiss_follower", &ServerEngine::dismiss_follower, nb::arg("follower"), nb::arg("why"),
+           Unlocked())
       .def("add_flow", &ServerEngine::add_flow, nb::arg("spec"), Unlocked())
       .def("wait_event", &ServerEngine::wait_event, nb::arg("timeout_ms") = -1, Unlocked())
       .def("wake", &ServerEngine::wake, Unlocked())
@@ -402,6 +448,7 @@ void bind_server(nb::module_& m) {
           },
           nb::arg("flow"), nb::arg("leaf"))
       .def("publish", &ServerEngine::publish, nb::arg("flow"), nb::arg("step"), Unlocked())
+      .def("refresh", &ServerEngine::refresh, nb::arg("flow"), Unlocked())
       .def(
           "aggregate",
           [](ServerEngine& self, uint16_t flow, int64_t step,
@@ -423,8 +470,15 @@ void bind_server(nb::module_& m) {
              bool accepted) { return self.answer(flow, gradient_id(gradient), step, accepted); },
           nb::arg("flow"), nb::arg("gradient"), nb::arg("step"), nb::arg("accepted"), Unlocked())
       .def("mark_left", &ServerEngine::mark_left, nb::arg("worker"), Unlocked())
+      .def("expel", &ServerEngine::expel, nb::arg("worker"), nb::arg("why"), Unlocked())
       .def("stats", &ServerEngine::stats, Unlocked())
+      .def("lacking", &ServerEngine::lacking, nb::arg("limit") = 16, Unlocked())
       .def("records", [](const ServerEngine& self) { return to_bytes(self.records()); })
+      .def("record_counts",
+           [](const ServerEngine& self) {
+             const RecordCounts counts = self.record_counts();
+             return std::tuple(counts.added, counts.lost);
+           })
       .def_prop_ro("transport", [](const ServerEngine& self) { return self.transport(); })
       .def("close", &ServerEngine::close, Unlocked());
 }

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "engine/checksum.h"
+
 namespace jaxrdma {
 namespace {
 
@@ -56,24 +58,32 @@ Reduction Piece::reduction(uint32_t workers) {
 }
 
 fabric::Slice Aggregate::result_slice(const Piece& piece) const {
-  if (held != nullptr) {
-    const Slab& copy = held->current->slab;
-    const ptrdiff_t offset = piece.result - (results.pages.data() + parameters_at);
-    return copy.slice(copy.pages.data() + Version::parameters_at() + offset, piece.bytes());
-  }
+  if (held != nullptr) return version_slice(*held->current, piece);
   const bool own = update() || piece.dtype != accumulator_dtype(piece.dtype);
   return (own ? results : accumulators).slice(piece.result, piece.bytes());
 }
 
-void Aggregate::copy_parameters(Version& version, int64_t step) const {
-  version.step = step;
-  version.verdicts()[0] = {step, 0, 0};
-  version.verdicts()[1] = {step, 1, 0};
-  const size_t bytes = results.pages.bytes() - parameters_at;
+fabric::Slice Aggregate::version_slice(const Version& version, const Piece& piece) const {
+  const ptrdiff_t offset = piece.result - (results.pages.data() + parameters_at);
+  return version.slab.slice(version.slab.pages.data() + Version::parameters_at() + offset,
+                            piece.bytes());
+}
+
+void Aggregate::copy_parameters(Version& version) const {
+  const size_t bytes = parameter_bytes();
   if (bytes > 0) {
     std::memcpy(version.slab.pages.data() + Version::parameters_at(),
                 results.pages.data() + parameters_at, bytes);
   }
+}
+
+void Aggregate::sum_parameters(Version& version) const {
+  uint64_t sum = 0;
+  for (const Piece& piece : pieces) {
+    const fabric::Slice slice = version_slice(version, piece);
+    sum += partition_checksum(piece.partition, slice.data, slice.bytes);
+  }
+  *version.kept() = {version.step, sum};
 }
 
 fabric::Slice Aggregate::location_slice(const Piece& piece) {
@@ -133,7 +143,8 @@ Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t ser
     const uint64_t elements = flow->elements_of_leaf[leaf];
     if (pass_through) continue;
     accumulator_offset[leaf] = accumulator_bytes;
-    accumulator_bytes += aligned(elements * dtype_bytes(accumulator_dtype(dtype)));
+    if (!flow->shows())
+      accumulator_bytes += aligned(elements * dtype_bytes(accumulator_dtype(dtype)));
     own_result[leaf] = flow->update() || dtype != accumulator_dtype(dtype);
     if (!own_result[leaf]) continue;
     result_offset[leaf] = result_bytes;
@@ -155,7 +166,9 @@ Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t ser
   }
   for (size_t leaf = 0; leaf < leaves && !pass_through; ++leaf) {
     if (flow->elements_of_leaf[leaf] == 0) continue;
-    flow->accumulator_of_leaf[leaf] = flow->accumulators.pages.data() + accumulator_offset[leaf];
+    if (!flow->shows()) {
+      flow->accumulator_of_leaf[leaf] = flow->accumulators.pages.data() + accumulator_offset[leaf];
+    }
     flow->result_of_leaf[leaf] = own_result[leaf] ? flow->results.pages.data() + result_offset[leaf]
                                                   : flow->accumulator_of_leaf[leaf];
   }
@@ -181,7 +194,8 @@ Result<std::unique_ptr<Aggregate>> Aggregate::create(FlowSpec spec, uint32_t ser
     piece.contributed.assign(workers, false);
     if (!pass_through) {
       const size_t width = dtype_bytes(accumulator_dtype(piece.dtype));
-      piece.accumulator = flow->accumulator_of_leaf[partition.leaf] + begin[partition.leaf] * width;
+      if (std::byte* sums = flow->accumulator_of_leaf[partition.leaf])
+        piece.accumulator = sums + begin[partition.leaf] * width;
       piece.result =
           flow->result_of_leaf[partition.leaf] + begin[partition.leaf] * dtype_bytes(piece.dtype);
     }

@@ -3,6 +3,7 @@
    server's engine acts. */
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -40,13 +41,14 @@ struct Piece {
   int64_t version = -1;    ///< the step that is being aggregated
   int64_t published = -1;  ///< the step that `result` has reached
   bool initialised = false;
-  std::vector<bool> contributed;       ///< by worker; to `version`, summed or not
-  uint32_t arrived = 0;                ///< true bits of `contributed`
-  uint32_t summed = 0;                 ///< contributions in the accumulator
-  std::vector<Contribution> waiting;   ///< arrived, not being summed
-  std::vector<Contribution> reducing;  ///< in the hands of a reducing thread
-  std::vector<Source> sources;         ///< of `reducing`
-  std::vector<Contribution> owed;      ///< summed; their slots are not yet given back
+  std::vector<bool> contributed;                ///< by worker; to `version`, summed or not
+  uint32_t arrived = 0;                         ///< true bits of `contributed`
+  std::chrono::steady_clock::time_point since;  ///< when the first of them came
+  uint32_t summed = 0;                          ///< contributions in the accumulator
+  std::vector<Contribution> waiting;            ///< arrived, not being summed
+  std::vector<Contribution> reducing;           ///< in the hands of a reducing thread
+  std::vector<Source> sources;                  ///< of `reducing`
+  std::vector<Contribution> owed;               ///< summed; their slots are not yet given back
   bool busy = false;               ///< `reducing` and the accumulator belong to a reducing thread
   std::vector<Reply> replies;      ///< not yet posted
   uint32_t replies_in_flight = 0;  ///< writes that read `result`
@@ -91,11 +93,19 @@ struct Aggregate {
 
   std::unique_ptr<Held> held;  ///< null where nothing is left to decide about gradients
 
+  Versions copies;                               ///< for followers, where none are held anyway
+  std::vector<std::shared_ptr<Version>> coming;  ///< to be given to followers: being copied, summed
+  bool copying = false;      ///< somebody reads the parameters: the next update waits
+  bool making_room = false;  ///< for one more of `copies`
+
   std::vector<uint64_t> summed_of_worker;  ///< pieces in a mean, ever
   uint64_t means = 0;                      ///< pieces aggregated, ever (average)
   uint64_t steps = 0;                      ///< published after an update
 
-  bool update() const { return spec.mode == FlowMode::kUpdate; }
+  /// Whether the servers hold parameters of it.
+  bool update() const { return spec.mode != FlowMode::kAverage; }
+  /// Whether nothing comes from workers.
+  bool shows() const { return spec.mode == FlowMode::kShow; }
   int64_t published() const { return pieces.empty() ? -1 : pieces.front().published; }
   /// What is answered may be the source of writes: it is at rest, or a copy.
   bool readable() const {
@@ -104,12 +114,17 @@ struct Aggregate {
   }
   /// The region and memory that a piece's result is sent from.
   fabric::Slice result_slice(const Piece& piece) const;
+  /// Where a copy has it.
+  fabric::Slice version_slice(const Version& version, const Piece& piece) const;
+  size_t parameter_bytes() const { return results.pages.bytes() - parameters_at; }
   /// Where a held gradient has its part of `piece`.
   std::byte* value(const HeldGradient& gradient, const Piece& piece) const {
     return gradient.values.data() + (piece.accumulator - accumulators.pages.data());
   }
-  /// Fills a version with the parameters as they are, which are those of `step`.
-  void copy_parameters(Version& version, int64_t step) const;
+  /// Fills a version that was begun with the parameters as they are.
+  void copy_parameters(Version& version) const;
+  /// Writes into a filled version what followers are told of it.
+  void sum_parameters(Version& version) const;
   /// What a kLocate of this piece is answered with. `results` must be enrolled.
   fabric::Slice location_slice(const Piece& piece);
   /// The parameters are about to be overwritten, or are those of `step`: what a reader reads

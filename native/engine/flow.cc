@@ -113,7 +113,8 @@ Status check_cover(const FlowSpec& spec) {
 }  // namespace
 
 Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_bytes) {
-  if (spec.mode != FlowMode::kAverage && spec.mode != FlowMode::kUpdate) {
+  if (spec.mode != FlowMode::kAverage && spec.mode != FlowMode::kUpdate &&
+      spec.mode != FlowMode::kShow) {
     return refused("flow " + std::to_string(spec.id) + ": unknown mode " +
                    std::to_string(static_cast<int>(spec.mode)));
   }
@@ -122,7 +123,7 @@ Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_by
   }
   if (spec.held > 0 && spec.mode != FlowMode::kUpdate) {
     return refused("flow " + std::to_string(spec.id) +
-                   ": gradients are held for an update alone, and it averages");
+                   ": gradients are held for an update alone, and it has none");
   }
   if (spec.held > kMostHeld) {
     return refused("flow " + std::to_string(spec.id) + ": " + std::to_string(spec.held) +

@@ -21,6 +21,7 @@ DType accumulator_dtype(DType dtype);
 enum class FlowMode : uint8_t {
   kAverage = 0,  ///< the mean itself goes back; servers hold no parameters
   kUpdate = 1,   ///< the mean goes into the update; the new parameters go back
+  kShow = 2,     ///< there are none: servers publish parameters of their own, for who follows
 };
 
 struct Leaf {

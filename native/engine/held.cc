@@ -12,7 +12,14 @@ std::string name_of(const GradientId& id) {
 }
 
 size_t Version::parameters_at() { return 64; }
-static_assert(2 * sizeof(wire::Verdict) <= 64);
+static_assert(2 * sizeof(wire::Verdict) + sizeof(wire::Kept) <= 64);
+
+void Version::begin(int64_t of) {
+  step = of;
+  summed = false;
+  verdicts()[0] = {of, 0, 0};
+  verdicts()[1] = {of, 1, 0};
+}
 
 Result<std::unique_ptr<Held>> Held::create(uint32_t per_worker, uint32_t workers, size_t pieces,
                                            size_t value_bytes, size_t parameter_bytes,
@@ -90,22 +97,50 @@ void Held::orphan(fabric::EndpointId endpoint) {
 }
 
 Result<std::shared_ptr<Version>> Held::spare(fabric::Fabric& fabric) {
-  for (const auto& each : versions_) {
-    if (each.use_count() == 1) return each;
-  }
-  auto pages = Pages::allocate(Version::parameters_at() + parameter_bytes_,
-                               "a version of the parameters" + who_);
-  if (!pages.ok()) return pages.status();
-  auto made = std::make_shared<Version>();
-  made->slab.pages = std::move(pages.value());
-  if (Status status = made->slab.enrol(fabric, fabric::Access::kLocal); !status.ok()) return status;
-  versions_.push_back(made);
+  if (auto found = versions_.spare(); found != nullptr) return found;
+  auto made = Versions::make(parameter_bytes_, who_);
+  if (!made.ok()) return made.status();
+  if (Status status = versions_.add(fabric, made.value()); !status.ok()) return status;
   return made;
 }
 
 void Held::withdraw() {
   current.reset();
-  for (const auto& each : versions_) each->slab.withdraw();
+  versions_.withdraw();
+}
+
+std::shared_ptr<Version> Versions::spare() const {
+  for (const auto& each : all_) {
+    if (each.use_count() == 1) return each;
+  }
+  return nullptr;
+}
+
+Result<std::shared_ptr<Version>> Versions::make(size_t parameter_bytes, const std::string& who) {
+  auto pages = Pages::allocate(Version::parameters_at() + parameter_bytes,
+                               "a version of the parameters" + who);
+  if (!pages.ok()) return pages.status();
+  auto made = std::make_shared<Version>();
+  made->slab.pages = std::move(pages.value());
+  return made;
+}
+
+Status Versions::add(fabric::Fabric& fabric, std::shared_ptr<Version> version) {
+  if (Status status = version->slab.enrol(fabric, fabric::Access::kLocal); !status.ok())
+    return status;
+  all_.push_back(std::move(version));
+  return Status();
+}
+
+std::shared_ptr<Version> Versions::find(int64_t step) const {
+  for (const auto& each : all_) {
+    if (each->step == step && each->summed) return each;
+  }
+  return nullptr;
+}
+
+void Versions::withdraw() {
+  for (const auto& each : all_) each->slab.withdraw();
 }
 
 }  // namespace jaxrdma

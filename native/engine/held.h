@@ -9,6 +9,7 @@
    Data and questions about it; the server's engine acts. */
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <list>
@@ -51,6 +52,8 @@ struct HeldGradient {
   GradientId id;
   int64_t step = 0;  ///< of the parameters that it was computed on
   fabric::EndpointId endpoint = 0;
+  /// When the first of it came.
+  std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
   Pages values;                               ///< laid out as the sums of its flow
   std::vector<std::optional<Reply>> replies;  ///< by piece: who waits; none: has not landed
   std::optional<Reply> verdict;               ///< who waits to be told what became of it
@@ -72,14 +75,36 @@ struct HeldGradient {
 };
 
 /// A copy of the parameters of one version, for those who are answered with it: two verdicts, for
-/// a gradient that does not count and one that does, then the parameters, laid out as in the flow.
-/// Shared by the writes that read it.
+/// a gradient that does not count and one that does; what followers are told of it; then the
+/// parameters, laid out as in the flow. Shared by the writes that read it.
 struct Version {
   Slab slab;
   int64_t step = -1;
+  bool summed = false;  ///< `kept` has its checksum
 
   static size_t parameters_at();
+  /// Is going to be filled with the parameters of this step.
+  void begin(int64_t of);
   wire::Verdict* verdicts() const { return reinterpret_cast<wire::Verdict*>(slab.pages.data()); }
+  wire::Kept* kept() const { return reinterpret_cast<wire::Kept*>(verdicts() + 2); }
+};
+
+/// Versions of one flow. One that only the pool knows is spare.
+class Versions {
+ public:
+  /// One that nobody reads, to be filled; null if there is none.
+  std::shared_ptr<Version> spare() const;
+  /// Another. Needs no lock, but `add` does.
+  static Result<std::shared_ptr<Version>> make(size_t parameter_bytes, const std::string& who);
+  Status add(fabric::Fabric& fabric, std::shared_ptr<Version> version);
+  /// The parameters of `step` with their checksum, if they are still here.
+  std::shared_ptr<Version> find(int64_t step) const;
+  size_t size() const { return all_.size(); }
+  /// Before the fabric goes.
+  void withdraw();
+
+ private:
+  std::vector<std::shared_ptr<Version>> all_;
 };
 
 /// The held gradients of one flow on this server.
@@ -129,7 +154,7 @@ class Held {
   std::string who_;
   std::list<HeldGradient> gradients_;
   std::vector<Pages> spare_values_;
-  std::vector<std::shared_ptr<Version>> versions_;  ///< one that only this knows is spare
+  Versions versions_;
   struct Count {
     uint64_t incarnation;
     uint32_t next;

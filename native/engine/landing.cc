@@ -41,11 +41,10 @@ Status Slab::enrol(fabric::Fabric& fabric, fabric::Access access) {
 }
 
 Result<std::shared_ptr<Landing>> Landing::create(uint32_t slots, size_t payload_bytes,
-                                                 uint32_t worker) {
+                                                 const std::string& owner) {
   const size_t stride = Landing::stride(payload_bytes);
   auto pages = Pages::allocate(slots * stride, std::to_string(slots) + " landing slots of " +
-                                                   std::to_string(stride) + " bytes of worker " +
-                                                   std::to_string(worker));
+                                                   std::to_string(stride) + " bytes of " + owner);
   if (!pages.ok()) return pages.status();
   std::shared_ptr<Landing> landing(new Landing(slots, stride));
   landing->slab.pages = std::move(pages.value());

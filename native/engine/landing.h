@@ -60,7 +60,7 @@ class Landing {
  public:
   /// Needs no lock.
   static Result<std::shared_ptr<Landing>> create(uint32_t slots, size_t payload_bytes,
-                                                 uint32_t worker);
+                                                 const std::string& owner);
   /// Distance of slots: the payloads are aligned to 64 bytes.
   static size_t stride(size_t payload_bytes) {
     return sizeof(wire::Header) + (payload_bytes + 63) / 64 * 64;

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -158,9 +159,14 @@ constexpr Kernels kAvx2 = {
     avx2<narrow_bfloat16_loop>,
 };
 
+/// Not every Clang knows "f16c" in __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
 const Kernels& kernels() {
-  static const Kernels& best =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? kAvx2 : kPortable;
+  static const Kernels& best = __builtin_cpu_supports("avx2") && has_f16c() ? kAvx2 : kPortable;
   return best;
 }
 

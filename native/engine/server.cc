@@ -37,12 +37,33 @@ constexpr uint16_t kEveryPeer = 0xffff;  ///< in a Record that is about no one w
 /// The control plane's word that a worker left may overtake its last pushes: they are awaited until
 /// its connection ends, or so long.
 constexpr auto kLeaveGrace = std::chrono::milliseconds(1000);
+/// Requests of one follower that may be under way: enough for the wire, few enough that workers'
+/// answers, which share it, wait for little.
+constexpr uint32_t kFollowerSlots = 4;
+/// Partitions on their way to one follower; how far completions may lag behind the follower's
+/// questions.
+constexpr uint32_t kMostTakes = 4096;
+/// Steps of a peer beyond this are refused: nothing that is added to one overflows.
+constexpr int64_t kLastStep = int64_t{1} << 62;
+/// Pulls of one partition by one worker that may wait for a step: a worker has one open for each
+/// operation. What a peer can make a server remember is bounded.
+constexpr ptrdiff_t kMostPulls = 1024;
+/// Answers that may wait until one peer takes those before, beside four for each partition here: a
+/// step's own, and what else it may have asked for.
+constexpr size_t kMostAnswers = 4096;
+
+bool is_follower(uint32_t peer) { return peer >= wire::kFirstFollower; }
 
 template <typename... Parts>
 std::string text(const Parts&... parts) {
   std::ostringstream stream;
   (stream << ... << parts);
   return stream.str();
+}
+
+/// As people call whoever says in its hello that it is this worker.
+std::string name_of_peer(uint32_t peer) {
+  return is_follower(peer) ? text("follower ", peer - wire::kFirstFollower) : text("worker ", peer);
 }
 
 /// The progress lock. The progress thread, which takes it again at once after every turn, lets the
@@ -80,6 +101,8 @@ struct Write {
   Piece* piece = nullptr;            ///< the source is its result
   std::shared_ptr<Landing> landing;  ///< the source is one of its slots
   std::shared_ptr<Version> version;  ///< the source is in it
+  bool taken = false;                ///< answers a kKeep or kTake of `flow`
+  uint16_t flow = 0;
 };
 
 /// What a reducing thread is given: a piece whose contributions it sums, or, with a gradient that
@@ -90,18 +113,36 @@ struct Job {
   Contribution from;
 };
 
+/// What is done for followers, on a thread of its own, so that no sum waits for it: room is made
+/// for a copy of the parameters; they are copied; what was copied is summed up.
+struct Errand {
+  enum class Kind : uint8_t { kRoom, kCopy, kSum };
+  Kind kind;
+  Aggregate* flow;
+  std::shared_ptr<Version> version;  ///< made by kRoom
+  Status status;                     ///< of kRoom
+};
+
+/// What who follows a flow is given of it: a follower, or a worker that comes late.
+struct Keeping {
+  std::optional<Reply> wanted;       ///< its kKeep, while that waits
+  std::shared_ptr<Version> version;  ///< what is kept for it
+  uint32_t taking = 0;               ///< writes to it that are not done
+};
+
 struct Connection {
   EndpointId id = 0;
-  uint32_t worker = 0;
+  uint32_t worker = 0;  ///< or a follower
   uint64_t incarnation = 0;
   std::string address;
   std::shared_ptr<Landing> landing;
   std::deque<Outgoing> outgoing;
-  bool closing = false;    ///< nothing from it counts any more
-  bool explained = false;  ///< that it ends is known, or was told already
+  std::vector<Keeping> keeping;  ///< of who follows, by flow
+  bool closing = false;          ///< nothing from it counts any more
+  bool explained = false;        ///< that it ends is known, or was told already
 };
 
-/// What is known of a worker beside its connection.
+/// What is known of a worker, or a follower, beside its connection.
 struct Member {
   bool admitted = false;
   uint64_t incarnation = 0;
@@ -136,18 +177,25 @@ class Engine final : public ServerEngine {
 
   const std::string& address() const override { return address_; }
   Status admit(uint32_t worker, uint64_t incarnation, std::vector<std::byte> token) override;
+  Status admit_follower(uint32_t follower, uint64_t incarnation,
+                        std::vector<std::byte> token) override;
+  void dismiss_follower(uint32_t follower, std::string why) override;
   Status add_flow(FlowSpec spec) override;
   ServerEvent wait_event(int timeout_ms) override;
   void wake() override;
   Result<LeafShard> gradient(uint16_t flow, uint32_t leaf) override;
   Result<LeafShard> parameters(uint16_t flow, uint32_t leaf) override;
   Status publish(uint16_t flow, int64_t step) override;
+  Status refresh(uint16_t flow) override;
   Status aggregate(uint16_t flow, int64_t step, const std::vector<GradientId>& set) override;
   Status drop(uint16_t flow, const GradientId& gradient) override;
   Status answer(uint16_t flow, const GradientId& gradient, int64_t step, bool accepted) override;
   void mark_left(uint32_t worker) override;
+  void expel(uint32_t worker, const std::string& why) override;
   ServerStats stats() const override;
+  std::vector<Lack> lacking(size_t limit) const override;
   std::vector<Record> records() const override { return recorder_.snapshot(); }
+  RecordCounts record_counts() const override { return recorder_.counts(); }
   std::string transport() const override { return transport_; }
   void close() override;
 
@@ -156,16 +204,27 @@ class Engine final : public ServerEngine {
 
   void progress();
   void reduce_queued();
+  void run_errands();
   void handle(const fabric::Event& event);
   Result<std::vector<std::byte>> gate(const fabric::Hello& hello);
   Status compare(const fabric::Hello& hello) const;
+  Status check_token(uint32_t peer, const std::vector<std::byte>& token) const;
+  /// The worker, or follower, of this index; null if there is none.
+  Member* find_member(uint32_t peer);
+  const Member* find_member(uint32_t peer) const {
+    return const_cast<Engine*>(this)->find_member(peer);
+  }
+  Result<std::shared_ptr<Landing>> make_landing(uint32_t peer) const;
   void connected(const fabric::Event& event);
   void disconnected(const fabric::Event& event);
   void received(Connection& from, const fabric::Event& event);
   /// Empty, or which field is wrong and how.
   std::string check(const Connection& from, const wire::Header& header,
                     uint64_t payload_bytes) const;
+  /// Of a kKeep or kTake: what is wrong with a header of which the rest is in order.
+  std::string check_keeping(const Connection& from, const wire::Header& header) const;
   void violation(Connection& from, const std::string& what);
+  void send_away(Connection& follower, Status why);
   void end(Connection& connection, Status why, bool flush);
 
   void push(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
@@ -174,6 +233,19 @@ class Engine final : public ServerEngine {
   void locate(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
   void verdict(Connection& from, const wire::Header& header, uint32_t slot, Aggregate& flow);
   void refuse(Connection& from, const wire::Header& header, uint32_t slot, wire::Answer why);
+
+  void keep(Connection& from, const wire::Header& header, uint32_t slot, Aggregate& flow);
+  void take(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
+  void give_to(Connection& to, const Aggregate& flow, const Reply& reply,
+               const fabric::Slice& source);
+  void serve_followers(Aggregate& flow);
+  void give_version(Aggregate& flow, const std::shared_ptr<Version>& version);
+  template <typename Do>
+  void for_waiting(const Aggregate& flow, int64_t reached, Do act);
+  void give(Errand::Kind kind, Aggregate& flow, std::shared_ptr<Version> version = nullptr);
+  void run(Errand& errand) const;
+  void finish(Errand& errand);
+  void refuse_room(const Aggregate& flow, const Status& status);
 
   void hold(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
   HeldGradient* landing_gradient(Connection& from, const wire::Header& header, Aggregate& flow);
@@ -236,10 +308,12 @@ class Engine final : public ServerEngine {
 
   mutable ProgressLock progress_lock_;
   std::vector<Member> members_;
+  std::unordered_map<uint32_t, Member> followers_;  ///< by what they say in their hello
   std::unordered_map<EndpointId, Connection> connections_;
   std::vector<Write> writes_;
   std::vector<RequestId> free_writes_;
   std::vector<RequestId> lost_writes_;
+  size_t pieces_ = 0;  ///< of all flows
   std::vector<uint32_t> departed_;
   bool awaits_writes_ = false;     ///< a sum or an update waits until answers have gone out
   bool sleeps_patiently_ = false;  ///< the progress thread, if it sleeps
@@ -248,7 +322,9 @@ class Engine final : public ServerEngine {
   uint64_t bytes_pushed_ = 0;
   uint64_t bytes_pulled_ = 0;
   uint64_t duplicates_ = 0;
-  uint64_t refused_ = 0;
+  uint64_t refused_ = 0;  ///< in all; once closed
+  uint64_t bytes_followed_ = 0;
+  uint64_t copies_ = 0;
   std::vector<uint64_t> dropped_;
   std::vector<uint64_t> gradients_dropped_;
 
@@ -263,9 +339,15 @@ class Engine final : public ServerEngine {
   std::deque<Job> reduce_queue_;
   bool reduce_stop_ = false;
 
+  std::mutex errand_lock_;  ///< taken inside the progress lock
+  std::condition_variable errand_added_;
+  std::deque<Errand> errands_;
+  bool errands_stop_ = false;
+
   std::mutex close_lock_;
   std::atomic<bool> stop_{false};
   std::vector<std::thread> reduce_threads_;
+  std::thread errand_thread_;
   std::thread progress_thread_;
 };
 
@@ -280,6 +362,8 @@ Status Engine::start() {
     reduce_threads_.emplace_back([this] { reduce_queued(); });
     pthread_setname_np(reduce_threads_.back().native_handle(), text("jaxrdma-sum-", i).c_str());
   }
+  errand_thread_ = std::thread([this] { run_errands(); });
+  pthread_setname_np(errand_thread_.native_handle(), "jaxrdma-keep");
   progress_thread_ = std::thread([this] { progress(); });
   pthread_setname_np(progress_thread_.native_handle(), "jaxrdma-prog");
   return Status();
@@ -343,12 +427,19 @@ void Engine::close() {
   }
   reduce_added_.notify_all();
   for (std::thread& thread : reduce_threads_) thread.join();
+  {
+    std::lock_guard guard(errand_lock_);
+    errands_stop_ = true;
+  }
+  errand_added_.notify_all();
+  if (errand_thread_.joinable()) errand_thread_.join();
 
   std::unique_lock progress(progress_lock_);
   closed_ = true;
   for (auto& [id, connection] : connections_) {
     connection.explained = true;
-    end(connection, is_closed(), /*flush=*/true);
+    // What a follower does not take it goes without: nobody waits for one.
+    end(connection, is_closed(), /*flush=*/!is_follower(connection.worker));
   }
   // The fabric ends every connection within its close timeout; the margin is for a busy machine.
   const auto deadline = Clock::now() +
@@ -378,9 +469,13 @@ void Engine::close() {
     flow->accumulators.withdraw();
     flow->results.withdraw();
     if (flow->held != nullptr) flow->held->withdraw();
+    flow->coming.clear();
+    flow->copies.withdraw();
   }
   writes_.clear();
   members_.clear();
+  followers_.clear();
+  refused_ = fabric_->turned_away();
   fabric_.reset();
   progress.unlock();
   {
@@ -437,13 +532,9 @@ Status Engine::admit(uint32_t worker, uint64_t incarnation, std::vector<std::byt
         Code::kInvalidArgument,
         text("worker ", worker, " cannot be admitted: the job has ", options_.workers, " workers"));
   }
-  if (token.size() != fabric::Hello::kTokenBytes) {
-    return Status(Code::kInvalidArgument,
-                  text("the token of worker ", worker, " has ", token.size(), " bytes instead of ",
-                       fabric::Hello::kTokenBytes));
-  }
+  if (Status status = check_token(worker, token); !status.ok()) return status;
   // Touching so much memory takes milliseconds: not under the lock.
-  auto landing = Landing::create(options_.slots_per_worker, options_.partition_bytes, worker);
+  auto landing = make_landing(worker);
   if (!landing.ok()) return landing.status();
   std::lock_guard guard(progress_lock_);
   if (closed_) return is_closed();
@@ -473,40 +564,92 @@ Status Engine::admit(uint32_t worker, uint64_t incarnation, std::vector<std::byt
   return Status();
 }
 
+Status Engine::check_token(uint32_t peer, const std::vector<std::byte>& token) const {
+  if (token.size() == fabric::Hello::kTokenBytes) return Status();
+  return Status(Code::kInvalidArgument,
+                text("the token of ", name_of_peer(peer), " has ", token.size(),
+                     " bytes instead of ", fabric::Hello::kTokenBytes));
+}
+
+Result<std::shared_ptr<Landing>> Engine::make_landing(uint32_t peer) const {
+  if (is_follower(peer)) return Landing::create(kFollowerSlots, 0, name_of_peer(peer));
+  return Landing::create(options_.slots_per_worker, options_.partition_bytes, name_of_peer(peer));
+}
+
+Member* Engine::find_member(uint32_t peer) {
+  if (!is_follower(peer)) return peer < members_.size() ? &members_[peer] : nullptr;
+  const auto found = followers_.find(peer);
+  return found == followers_.end() ? nullptr : &found->second;
+}
+
+Status Engine::admit_follower(uint32_t follower, uint64_t incarnation,
+                              std::vector<std::byte> token) {
+  const uint32_t peer = wire::kFirstFollower + follower;
+  if (peer < wire::kFirstFollower) {
+    return Status(Code::kInvalidArgument, text("follower ", follower, ": no number is so high"));
+  }
+  if (Status status = check_token(peer, token); !status.ok()) return status;
+  std::lock_guard guard(progress_lock_);
+  if (closed_) return is_closed();
+  if (followers_.contains(peer)) {
+    return Status(Code::kInvalidArgument, text("follower ", follower, " was admitted before"));
+  }
+  if (followers_.size() >= options_.followers) {
+    return Status(Code::kResource, text("follower ", follower, " cannot be admitted: there are ",
+                                        followers_.size(), " already, which is the most"));
+  }
+  Member& member = followers_[peer];
+  member.admitted = true;
+  member.incarnation = incarnation;
+  member.token = std::move(token);
+  return Status();
+}
+
+void Engine::dismiss_follower(uint32_t follower, std::string why) {
+  std::lock_guard guard(progress_lock_);
+  const auto found = followers_.find(wire::kFirstFollower + follower);
+  if (closed_ || found == followers_.end()) return;
+  Connection* connection = found->second.connection;
+  followers_.erase(found);
+  if (connection != nullptr)
+    end(*connection, Status(Code::kUnavailable, std::move(why)), /*flush=*/false);
+}
+
 Status Engine::compare(const fabric::Hello& hello) const {
   const auto refuse = [&](const auto&... parts) {
-    return Status(Code::kPermissionDenied, text("server ", options_.server, " (", address_,
-                                                ") refuses worker ", hello.worker, ": ", parts...));
+    return Status(Code::kPermissionDenied,
+                  text("server ", options_.server, " (", address_, ") refuses ",
+                       name_of_peer(hello.worker), ": ", parts...));
   };
   if (hello.protocol_version != wire::kProtocolVersion) {
     return refuse("it speaks protocol ", hello.protocol_version, ", the server ",
                   wire::kProtocolVersion, "; install the same jaxrdma everywhere");
   }
   if (hello.job != options_.job) return refuse("it belongs to another job; check the addresses");
-  if (hello.worker >= members_.size()) return refuse("the job has ", members_.size(), " workers");
-  const Member& member = members_[hello.worker];
+  if (!is_follower(hello.worker) && hello.worker >= members_.size())
+    return refuse("the job has ", members_.size(), " workers");
+  const Member* member = find_member(hello.worker);
   // One answer for all that a stranger might probe.
-  if (!equal_in_constant_time(member.token, hello.token) || !member.admitted ||
-      member.incarnation != hello.incarnation) {
+  if (member == nullptr || !equal_in_constant_time(member->token, hello.token) ||
+      !member->admitted || member->incarnation != hello.incarnation) {
     return refuse(
         "it was not admitted with this incarnation and token; is it a process of an earlier "
         "start?");
   }
-  if (member.left) return refuse("it has left the job");
+  if (member->left) return refuse("it has left the job");
+  // Who has read a hello off the wire could say it again, and so end the connection of its owner.
+  if (member->connection != nullptr && !member->connection->closing)
+    return refuse("it is connected already; is this a copy of its hello?");
   return Status();
 }
 
 Result<std::vector<std::byte>> Engine::gate(const fabric::Hello& hello) {
-  if (Status status = compare(hello); !status.ok()) {
-    ++refused_;
-    return status;
-  }
-  Member& member = members_[hello.worker];
+  if (Status status = compare(hello); !status.ok()) return status;
+  Member& member = *find_member(hello.worker);
   if (member.landing == nullptr || member.landing->used) {
     // The slots of the connection before may still hold contributions, or receive what it had in
     // flight.
-    auto landing =
-        Landing::create(options_.slots_per_worker, options_.partition_bytes, hello.worker);
+    auto landing = make_landing(hello.worker);
     if (!landing.ok()) return landing.status();
     Status status = landing.value()->slab.enrol(*fabric_, fabric::Access::kRemoteWrite);
     if (!status.ok()) return status;
@@ -526,18 +669,19 @@ Connection* Engine::find(EndpointId id) {
 
 void Engine::connected(const fabric::Event& event) {
   fabric::Endpoint* endpoint =
-      fabric_->endpoint(event.endpoint);  // null: its end is among these events too
-  Member& member = members_[event.hello->worker];
-  if (member.incarnation != event.hello->incarnation) {
+      fabric_->endpoint(event.endpoint);             // null: its end is among these events too
+  Member* found = find_member(event.hello->worker);  // null: dismissed meanwhile
+  if (found == nullptr || found->incarnation != event.hello->incarnation || !found->admitted) {
     if (endpoint != nullptr) {
-      endpoint->close(Status(Code::kPermissionDenied, "started anew meanwhile"), false);
+      endpoint->close(Status(Code::kPermissionDenied, "started anew or left out meanwhile"), false);
     }
     return;
   }
+  Member& member = *found;
   if (member.connection != nullptr) {
     member.connection->explained = true;
     end(*member.connection,
-        Status(Code::kUnavailable, text("worker ", event.hello->worker, " connected again")),
+        Status(Code::kUnavailable, text(name_of_peer(event.hello->worker), " connected again")),
         false);
   }
   Connection& connection = connections_[event.endpoint];
@@ -564,13 +708,23 @@ void Engine::disconnected(const fabric::Event& event) {
         std::find(lost_writes_.begin(), lost_writes_.end(), i + 1) != lost_writes_.end();
     if (writes_[i].endpoint == event.endpoint && !queued) lost_writes_.push_back(i + 1);
   }
+  if (is_follower(worker)) {
+    if (Member* member = find_member(worker);
+        member != nullptr && member->connection == connection) {
+      member->connection = nullptr;
+    }
+    connections_.erase(event.endpoint);
+    return;
+  }
   Member& member = members_[worker];
   const bool present = member.connection == connection;
   if (present) member.connection = nullptr;
   if (present && !member.left && !connection->explained) {
-    tell({ServerEvent::Kind::kWorkerLost, 0, 0, worker,
-          text("server ", options_.server, " lost its connection to worker ", worker, " (",
-               connection->address, "): ", event.status.message())});
+    ServerEvent lost{ServerEvent::Kind::kWorkerLost, 0, 0, worker,
+                     text("server ", options_.server, " lost its connection to worker ", worker,
+                          " (", connection->address, "): ", event.status.message())};
+    lost.incarnation = connection->incarnation;
+    tell(std::move(lost));
   }
   connections_.erase(event.endpoint);
   for (const auto& flow : flows_) {
@@ -587,11 +741,20 @@ void Engine::end(Connection& connection, Status why, bool flush) {
 
 void Engine::violation(Connection& from, const std::string& what) {
   const std::string message = text(
-      "worker ", from.worker, " (", from.address, ") broke the protocol towards server ",
+      name_of_peer(from.worker), " (", from.address, ") broke the protocol towards server ",
       options_.server, ": ", what, "; it was disconnected; do all processes run the same jaxrdma?");
+  if (is_follower(from.worker)) return send_away(from, Status(Code::kProtocol, message));
   from.explained = true;
   tell({ServerEvent::Kind::kViolation, 0, 0, from.worker, message});
   end(from, Status(Code::kProtocol, message), false);
+}
+
+/// A follower's end is nobody else's.
+void Engine::send_away(Connection& follower, Status why) {
+  ServerEvent event{ServerEvent::Kind::kFollowerRefused, 0, 0, 0, why.message()};
+  event.worker = follower.worker - wire::kFirstFollower;
+  tell(std::move(event));
+  end(follower, std::move(why), false);
 }
 
 // --- What lands.
@@ -627,8 +790,10 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
   };
   if (header.magic != wire::kHeaderMagic) return wrong("magic", wire::kHeaderMagic, header.magic);
   const int kind = static_cast<int>(header.kind);
-  if (kind < static_cast<int>(wire::Kind::kPush) || kind > static_cast<int>(wire::Kind::kVerdict)) {
-    return wrong("kind", "1 to 5", kind);
+  const bool follows = is_follower(from.worker);
+  if (kind < static_cast<int>(follows ? wire::Kind::kKeep : wire::Kind::kPush) ||
+      kind > static_cast<int>(wire::Kind::kTake)) {
+    return wrong("kind", follows ? "6 or 7, from a follower" : "1 to 7", kind);
   }
   if (header.incarnation != from.incarnation) {
     return wrong("incarnation", from.incarnation, header.incarnation);
@@ -647,7 +812,8 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
   if (header.dtype > static_cast<uint8_t>(DType::kBFloat16)) {
     return wrong("dtype", "0 to 3", static_cast<int>(header.dtype));
   }
-  if (header.step < 0) return wrong("step", "0 or more", header.step);
+  if (header.step < 0 || header.step > kLastStep)
+    return wrong("step", text("0 to ", kLastStep), header.step);
   if (header.reply_tag > wire::kTagMask) {
     return wrong("reply_tag", text("at most ", wire::kTagMask), header.reply_tag);
   }
@@ -671,6 +837,9 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
     return wrong("kind", "a push: this flow averages gradients, servers hold no parameters of it",
                  kind);
   }
+  if (header.kind >= wire::Kind::kKeep) return check_keeping(from, header);
+  if (flow->shows())
+    return wrong("kind", "6 or 7, from a follower: nothing comes from workers of this flow", kind);
   if (header.kind == wire::Kind::kVerdict && flow->held == nullptr)
     return wrong("kind", "1 to 4: this flow holds no gradients", kind);
   if (header.kind != wire::Kind::kInit) return "";
@@ -682,6 +851,24 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
   if (flow->init_step >= 0 && header.step != flow->init_step) {
     return wrong("step", text(flow->init_step, " like the init of the other partitions"),
                  header.step);
+  }
+  return "";
+}
+
+std::string Engine::check_keeping(const Connection& from, const wire::Header& header) const {
+  if (header.kind != wire::Kind::kTake) return "";
+  const Keeping* kept = header.flow < from.keeping.size() ? &from.keeping[header.flow] : nullptr;
+  if (kept == nullptr || kept->version == nullptr) {
+    return text("header field kind: expected 6, for nothing of flow ", header.flow,
+                " is kept for it, got 7");
+  }
+  if (header.step != kept->version->step) {
+    return text("header field step: expected ", kept->version->step, ", which is kept, got ",
+                header.step);
+  }
+  if (kept->taking >= kMostTakes) {
+    return text("write: expected it to receive what it asked for, but ", kept->taking,
+                " partitions are on their way to it");
   }
   return "";
 }
@@ -722,6 +909,10 @@ void Engine::received(Connection& from, const fabric::Event& event) {
       return locate(from, header, slot, piece);
     case wire::Kind::kVerdict:
       return verdict(from, header, slot, flow);
+    case wire::Kind::kKeep:
+      return keep(from, header, slot, flow);
+    case wire::Kind::kTake:
+      return take(from, header, slot, piece);
   }
 }
 
@@ -762,7 +953,7 @@ void Engine::push(Connection& from, const wire::Header& header, uint32_t slot, P
   recorder_.add(Stage::kLanded, header.flow, header.step, header.partition,
                 static_cast<uint16_t>(from.worker));
   piece.contributed[from.worker] = true;
-  ++piece.arrived;
+  if (++piece.arrived == 1) piece.since = Clock::now();
   piece.replies.push_back(reply);
   piece.waiting.push_back(
       {from.worker, static_cast<DType>(header.dtype), from.landing, slot, from.id});
@@ -771,6 +962,11 @@ void Engine::push(Connection& from, const wire::Header& header, uint32_t slot, P
 }
 
 void Engine::pull(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
+  const auto waiting = std::count_if(piece.replies.begin(), piece.replies.end(),
+                                     [&](const Reply& each) { return each.worker == from.worker; });
+  if (waiting >= kMostPulls)
+    return violation(from, text("pull: expected at most ", kMostPulls, " that wait for partition ",
+                                header.partition, ", got another"));
   piece.replies.push_back(reply_to(from, header, slot, header.step));
   free_slot(from.landing, slot, from.id);
   send_replies(piece);
@@ -915,12 +1111,15 @@ void Engine::publish_mean(Piece& piece) {
 void Engine::ready(Aggregate& flow) {
   // Python will overwrite the parameters: nothing may be reading them any more.
   if (!flow.update() || flow.updating || flow.complete < flow.pieces.size()) return;
+  if (flow.copying) return;  // who copies looks again
   if (flow.replies_in_flight > 0) {
     awaits_writes_ = true;
     return;
   }
   flow.updating = true;
   flow.break_seal();
+  recorder_.add(Stage::kUpdating, flow.spec.id, flow.pieces.front().version,
+                flow.pieces.front().partition, kEveryPeer);
   tell({ServerEvent::Kind::kStepReady, flow.spec.id, flow.pieces.front().version, 0, ""});
 }
 
@@ -984,6 +1183,168 @@ wire::Answer Engine::give_back(Piece& piece, const Reply& to) {
   return wire::Answer::kResultAndCredit;
 }
 
+// --- Followers.
+
+void Engine::keep(Connection& from, const wire::Header& header, uint32_t slot, Aggregate& flow) {
+  const uint16_t id = header.flow;
+  if (from.keeping.size() <= id) from.keeping.resize(id + size_t{1});
+  Keeping& keeping = from.keeping[id];
+  if (keeping.wanted.has_value()) {
+    say(from.id, wire::Answer::kStale, keeping.wanted->tag);
+    free_slot(from.landing, keeping.wanted->slot, from.id);
+  }
+  keeping.version.reset();
+  keeping.wanted = reply_to(from, header, slot, header.step);
+  serve_followers(flow);
+}
+
+void Engine::take(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
+  const Version& version = *from.keeping[header.flow].version;
+  bytes_followed_ += piece.bytes();
+  give_to(from, *piece.flow, reply_to(from, header, slot, header.step),
+          piece.flow->version_slice(version, piece));
+}
+
+/// Answers with a part of the version that is kept, and gives the slot back.
+void Engine::give_to(Connection& to, const Aggregate& flow, const Reply& reply,
+                     const fabric::Slice& source) {
+  Keeping& keeping = to.keeping[flow.spec.id];
+  Write write;
+  write.endpoint = to.id;
+  write.version = keeping.version;
+  write.taken = true;
+  write.flow = flow.spec.id;
+  ++keeping.taking;
+  to.landing->free(reply.slot);
+  post(to.id, {source, reply.target, wire::answer(wire::Answer::kResultAndCredit, reply.tag),
+               begin_write(std::move(write))});
+}
+
+/// Calls `act` with each follower that waits for a version up to `reached`, and what it wants. What
+/// it took before must have gone out: so there is one version for each at most.
+template <typename Do>
+void Engine::for_waiting(const Aggregate& flow, int64_t reached, Do act) {
+  for (auto& [id, connection] : connections_) {
+    if (connection.closing || connection.keeping.size() <= flow.spec.id) continue;
+    Keeping& keeping = connection.keeping[flow.spec.id];
+    if (!keeping.wanted.has_value() || keeping.wanted->wanted > reached) continue;
+    if (keeping.taking > 0) {
+      awaits_writes_ = true;
+    } else {
+      act(connection, keeping);
+    }
+  }
+}
+
+/// Sees to it that whoever waits for what is there will get it.
+void Engine::serve_followers(Aggregate& flow) {
+  if (flow.published() < 0) return;
+  int64_t wanted = -1;  // the most that somebody waits for, and is not on its way
+  for_waiting(flow, flow.published(), [&](Connection&, Keeping& keeping) {
+    const bool comes =
+        std::any_of(flow.coming.begin(), flow.coming.end(),
+                    [&](const auto& version) { return version->step >= keeping.wanted->wanted; });
+    if (!comes) wanted = std::max(wanted, keeping.wanted->wanted);
+  });
+  if (wanted < 0) return;
+  if (flow.held != nullptr) {
+    if (flow.held->current->summed) return give_version(flow, flow.held->current);
+    flow.coming.push_back(flow.held->current);
+    return give(Errand::Kind::kSum, flow, flow.held->current);
+  }
+  if (auto known = flow.copies.find(flow.published()); known != nullptr)
+    return give_version(flow, known);
+  if (flow.copying || flow.making_room) return;  // who does looks again
+  std::shared_ptr<Version> version = flow.copies.spare();
+  if (version == nullptr) {
+    flow.making_room = true;
+    return give(Errand::Kind::kRoom, flow);
+  }
+  if (!flow.readable()) return;  // the next one will do
+  ++copies_;
+  flow.copying = true;
+  version->begin(flow.published());
+  flow.coming.push_back(version);
+  give(Errand::Kind::kCopy, flow, std::move(version));
+}
+
+void Engine::give_version(Aggregate& flow, const std::shared_ptr<Version>& version) {
+  for_waiting(flow, version->step, [&](Connection& to, Keeping& keeping) {
+    const Reply reply = *std::exchange(keeping.wanted, std::nullopt);
+    keeping.version = version;
+    const auto* kept = reinterpret_cast<const std::byte*>(version->kept());
+    give_to(to, flow, reply, version->slab.slice(kept, sizeof(wire::Kept)));
+  });
+}
+
+void Engine::give(Errand::Kind kind, Aggregate& flow, std::shared_ptr<Version> version) {
+  {
+    std::lock_guard guard(errand_lock_);
+    errands_.push_back({kind, &flow, std::move(version), {}});
+  }
+  errand_added_.notify_one();
+}
+
+void Engine::run_errands() {
+  std::unique_lock guard(errand_lock_);
+  while (true) {
+    errand_added_.wait(guard, [this] { return errands_stop_ || !errands_.empty(); });
+    if (errands_stop_) return;
+    Errand errand = std::move(errands_.front());
+    errands_.pop_front();
+    guard.unlock();
+    run(errand);
+    {
+      std::lock_guard progress(progress_lock_);
+      finish(errand);
+      settle();
+      hurry();
+    }
+    guard.lock();
+  }
+}
+
+/// Without a lock.
+void Engine::run(Errand& errand) const {
+  if (errand.kind == Errand::Kind::kCopy) return errand.flow->copy_parameters(*errand.version);
+  if (errand.kind == Errand::Kind::kSum) return errand.flow->sum_parameters(*errand.version);
+  auto made = Versions::make(errand.flow->parameter_bytes(),
+                             " of flow " + std::to_string(errand.flow->spec.id));
+  errand.status = made.status();
+  if (made.ok()) errand.version = std::move(made.value());
+}
+
+void Engine::finish(Errand& errand) {
+  Aggregate& flow = *errand.flow;
+  switch (errand.kind) {
+    case Errand::Kind::kCopy:
+      flow.copying = false;
+      ready(flow);
+      return give(Errand::Kind::kSum, flow, std::move(errand.version));
+    case Errand::Kind::kSum:
+      errand.version->summed = true;
+      std::erase(flow.coming, errand.version);
+      give_version(flow, errand.version);
+      errand.version.reset();  // it may be spare now
+      break;
+    case Errand::Kind::kRoom:
+      flow.making_room = false;
+      if (errand.status.ok()) errand.status = flow.copies.add(*fabric_, std::move(errand.version));
+      if (!errand.status.ok()) refuse_room(flow, errand.status);
+  }
+  serve_followers(flow);
+}
+
+void Engine::refuse_room(const Aggregate& flow, const Status& status) {
+  const Status why(Code::kResource,
+                   text("server ", options_.server,
+                        " cannot keep a version of the parameters: ", status.message()));
+  for_waiting(flow, flow.published(), [&](Connection& to, Keeping&) {
+    if (is_follower(to.worker)) return send_away(to, why);
+    end(to, why, false);
+  });
+}
+
 // --- Gradients that are held.
 
 void Engine::hold(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece) {
@@ -1044,7 +1405,10 @@ HeldGradient* Engine::landing_gradient(Connection& from, const wire::Header& hea
 }
 
 void Engine::whole_maybe(Aggregate& flow, HeldGradient& gradient) {
-  if (gradient.orphan) return flow.held->sweep();
+  if (gradient.orphan) {
+    gradient.spent = true;  // nobody will be told of it, so nobody can want it
+    return flow.held->sweep();
+  }
   if (!gradient.whole()) return;
   ServerEvent event{ServerEvent::Kind::kGradient, flow.spec.id, gradient.step,
                     gradient.id.worker,           "",           gradient.id};
@@ -1207,7 +1571,7 @@ void Engine::free_slot(const std::shared_ptr<Landing>& landing, uint32_t slot,
 void Engine::say(EndpointId endpoint, wire::Answer what, uint32_t tag) {
   // A worker that waits for slots does not sleep patiently.
   const auto solicit = what == wire::Answer::kCredit ? fabric::Solicit::kNo : fabric::Solicit::kYes;
-  post(endpoint, {{nullptr, nullptr, 0}, {0, 0}, wire::answer(what, tag), 0, solicit});
+  post(endpoint, {{nullptr, nullptr, 0}, {0, {}}, wire::answer(what, tag), 0, solicit});
 }
 
 void Engine::post(EndpointId endpoint, Outgoing outgoing) {
@@ -1215,6 +1579,11 @@ void Engine::post(EndpointId endpoint, Outgoing outgoing) {
   if (to == nullptr || to->closing) {
     if (outgoing.request != 0) lost_writes_.push_back(outgoing.request);
     return;
+  }
+  if (to->outgoing.size() >= kMostAnswers + 4 * pieces_) {
+    if (outgoing.request != 0) lost_writes_.push_back(outgoing.request);
+    return violation(*to, text("credits: expected it to take its answers, ", to->outgoing.size(),
+                               " of which wait"));
   }
   to->outgoing.push_back(outgoing);
   if (to->outgoing.size() == 1) drain(*to);
@@ -1248,12 +1617,23 @@ RequestId Engine::begin_write(Write write) {
 }
 
 void Engine::end_write(RequestId request) {
-  const Write write = std::move(writes_[request - 1]);
+  Write write = std::move(writes_[request - 1]);
   writes_[request - 1] = Write();
   free_writes_.push_back(request);
   if (free_writes_.size() == writes_.size()) awaits_writes_ = false;
+  if (write.taken) {
+    write.version.reset();  // it may be spare now
+    Connection* to = find(write.endpoint);
+    if (to != nullptr && --to->keeping[write.flow].taking == 0)
+      serve_followers(*find_flow(write.flow));
+    return;
+  }
   if (write.piece == nullptr) return;
   Aggregate& flow = *write.piece->flow;
+  if (const Connection* to = find(write.endpoint); to != nullptr) {
+    recorder_.add(Stage::kAnswered, flow.spec.id, write.piece->published, write.piece->partition,
+                  static_cast<uint16_t>(to->worker));
+  }
   --flow.replies_in_flight;
   if (--write.piece->replies_in_flight == 0) advance(*write.piece);
   ready(flow);
@@ -1301,6 +1681,7 @@ Status Engine::add_flow(FlowSpec spec) {
     flow.value().reset();  // while the lock is held
     return enrolled;
   }
+  pieces_ += flow.value()->pieces.size();
   if (flows_.size() <= id) flows_.resize(id + size_t{1});
   flows_[id] = std::move(flow.value());
   return Status();
@@ -1316,6 +1697,9 @@ Result<LeafShard> Engine::shard(uint16_t id, uint32_t leaf, bool gradient) {
   if (!flow->update()) {
     return Status(Code::kInvalidArgument,
                   text("flow ", id, " averages: its servers run no update"));
+  }
+  if (gradient && flow->shows()) {
+    return Status(Code::kInvalidArgument, text("flow ", id, " has no gradients"));
   }
   LeafShard shard;
   shard.data = gradient ? flow->accumulator_of_leaf[leaf] : flow->result_of_leaf[leaf];
@@ -1339,9 +1723,10 @@ Status Engine::publish(uint16_t id, int64_t step) {
     auto spare = flow->held->spare(*fabric_);
     if (!spare.ok()) return spare.status();
     version = std::move(spare.value());
+    version->begin(step);
     // The parameters are the caller's until they are published, and may be many.
     guard.unlock();
-    flow->copy_parameters(*version, step);
+    flow->copy_parameters(*version);
     guard.lock();
     if (closed_) return is_closed();
   }
@@ -1357,7 +1742,7 @@ Status Engine::publish(uint16_t id, int64_t step) {
                                    [](const Piece& piece) { return piece.arrived > 0; });
   if (!flow->updating && (begun || summing))
     return refuse("its parameters or gradients are still landing");
-  if (flow->complete > 0) ++flow->steps;
+  if (flow->complete > 0 && !flow->shows()) ++flow->steps;
   flow->complete = 0;
   flow->updating = false;
   flow->set_seal(step);
@@ -1373,9 +1758,25 @@ Status Engine::publish(uint16_t id, int64_t step) {
     flow->held->sweep();
   }
   for (Piece& piece : flow->pieces) send_replies(piece);
+  serve_followers(*flow);
   if (flow->held != nullptr) form_mean(*flow);
   settle();
   hurry();
+  return Status();
+}
+
+Status Engine::refresh(uint16_t id) {
+  std::lock_guard guard(progress_lock_);
+  if (closed_) return is_closed();
+  Aggregate* flow = find_flow(id);
+  if (flow == nullptr || !flow->shows())
+    return Status(Code::kInvalidArgument, text("flow ", id, " is none that shows"));
+  if (flow->pieces.empty()) return Status();
+  if (flow->published() < 0)
+    return Status(Code::kInvalidArgument, text("flow ", id, " has no version to be replaced"));
+  // As if a mean had been formed.
+  flow->complete = flow->pieces.size();
+  ready(*flow);
   return Status();
 }
 
@@ -1389,6 +1790,17 @@ void Engine::mark_left(uint32_t worker) {
   if (member.connection == nullptr && !member.connecting) return depart(worker);
   member.departs = Clock::now() + kLeaveGrace;
   leaving_ = true;
+  fabric_->wake();
+}
+
+void Engine::expel(uint32_t worker, const std::string& why) {
+  std::lock_guard guard(progress_lock_);
+  if (closed_ || worker >= members_.size()) return;
+  Member& member = members_[worker];
+  member.left = true;
+  member.admitted = false;
+  if (member.connection == nullptr) return depart(worker);
+  end(*member.connection, Status(Code::kPeerFailed, why), false);
   fabric_->wake();
 }
 
@@ -1431,13 +1843,42 @@ void Engine::check_stranded(const Piece& piece) {
   }
 }
 
+std::vector<Lack> Engine::lacking(size_t limit) const {
+  std::vector<Lack> result;
+  std::lock_guard guard(progress_lock_);
+  const auto now = Clock::now();
+  const auto add = [&](uint32_t worker, const Piece& piece, int64_t step, Clock::time_point since) {
+    const std::chrono::duration<double> waited = now - since;
+    result.push_back({worker, piece.flow->spec.id, step, piece.partition, waited.count()});
+  };
+  for (const auto& flow : flows_) {
+    for (const Piece& piece : flow->pieces) {
+      for (uint32_t i = 0; flow->held == nullptr && i < options_.workers; ++i)
+        if (piece.misses(i)) add(i, piece, piece.version, piece.since);
+    }
+    if (flow->held == nullptr) continue;
+    for (const HeldGradient& gradient : flow->held->all()) {
+      for (size_t i = 0; !gradient.orphan && !gradient.whole() && i < flow->pieces.size(); ++i) {
+        if (!gradient.replies[i].has_value())
+          add(gradient.id.worker, flow->pieces[i], gradient.step, gradient.since);
+      }
+    }
+  }
+  std::stable_sort(result.begin(), result.end(),
+                   [](const Lack& a, const Lack& b) { return a.seconds > b.seconds; });
+  if (result.size() > limit) result.resize(limit);
+  return result;
+}
+
 ServerStats Engine::stats() const {
   std::lock_guard guard(progress_lock_);
   ServerStats stats;
   stats.bytes_pushed = bytes_pushed_;
   stats.bytes_pulled = bytes_pulled_;
   stats.duplicates = duplicates_;
-  stats.refused = refused_;
+  stats.refused = fabric_ == nullptr ? refused_ : fabric_->turned_away();
+  stats.bytes_followed = bytes_followed_;
+  stats.copies = copies_;
   stats.dropped = dropped_;
   stats.gradients_dropped = gradients_dropped_;
   stats.accepted.resize(options_.workers);

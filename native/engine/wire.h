@@ -17,7 +17,7 @@ namespace jaxrdma::wire {
 static_assert(std::endian::native == std::endian::little);
 
 /// Raised by any change to frames, headers or immediates.
-inline constexpr uint16_t kProtocolVersion = 5;
+inline constexpr uint16_t kProtocolVersion = 8;
 inline constexpr uint32_t kHeaderMagic = 0x5444524a;  // "JRDT"
 
 enum class Kind : uint8_t {
@@ -29,7 +29,20 @@ enum class Kind : uint8_t {
   /// No payload; goes with the pushes of one gradient of a flow that holds them, to each server
   /// that has partitions of it. The answer is the Verdict.
   kVerdict = 5,
+  /// No payload; from a follower, or a worker that takes the place of another. The server keeps one
+  /// version of its part of the flow for it, the newest, as soon as that has reached `step`; what
+  /// it kept for it before, it forgets. The answer is what it Kept. The slot is given back with it.
+  /// Another kKeep of the same flow takes the place of one that still waits, which is answered with
+  /// kStale.
+  kKeep = 6,
+  /// No payload; after a kKeep. The answer is the partition of the version that is kept, whose step
+  /// is `step`.
+  kTake = 7,
 };
+
+/// A Hello::worker from here on is a follower, and what is above it the follower's number. Its
+/// slots have no payload, and it sends nothing but kKeep and kTake.
+inline constexpr uint32_t kFirstFollower = 1u << 16;
 
 /// What became of a gradient that was held. Its pushes are answered with the parameters of `step`.
 struct Verdict {
@@ -38,6 +51,13 @@ struct Verdict {
   uint32_t reserved;
 };
 static_assert(sizeof(Verdict) == 16);
+
+/// The version that a server keeps for a follower.
+struct Kept {
+  int64_t step;
+  uint64_t checksum;  ///< of this server's partitions, added up (checksum.h)
+};
+static_assert(sizeof(Kept) == 16);
 
 /// Where a partition of parameters lies in the server's memory, for those who read it there. It
 /// stays there as long as the connection.
@@ -64,7 +84,7 @@ struct Header {
   Kind kind;
   uint8_t dtype;       ///< of the payload
   uint32_t partition;  ///< index in the plan
-  uint32_t reply_tag;  ///< comes back in the immediate of the answer, 24 bits
+  uint32_t reply_tag;  ///< comes back in the immediate of the answer, kTagBits
   int64_t step;
   uint64_t incarnation;  ///< of the worker
   uint64_t bytes;        ///< of the payload
@@ -83,7 +103,7 @@ enum class Answer : uint8_t {
   /// kResult, and kCredit for the slot in which the request came: one message instead of two.
   kResultAndCredit = 5,
 };
-inline constexpr uint32_t kTagBits = 24;
+inline constexpr uint32_t kTagBits = 20;
 inline constexpr uint32_t kTagMask = (1u << kTagBits) - 1;
 constexpr fabric::Immediate answer(Answer what, uint32_t tag) {
   return (static_cast<uint32_t>(what) << kTagBits) | (tag & kTagMask);

@@ -6,11 +6,14 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <list>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 
+#include "engine/checksum.h"
 #include "engine/crew.h"
 #include "engine/landing.h"
 #include "engine/wire.h"
@@ -29,6 +32,14 @@ using fabric::MemoryRegion;
 constexpr auto kVerdictGrace = std::chrono::seconds(8);
 /// Parameters that were overwritten while they were read are read again, so often.
 constexpr int kReadTries = 100;
+/// When servers went on between two questions so often, the next question is for a step that none
+/// of them has reached, so that each keeps exactly that.
+constexpr int kRoundsBehind = 2;
+/// It is so many steps ahead at most; and if training rests before it, the newest will do.
+constexpr int64_t kMostAhead = 64;
+constexpr auto kAheadPatience = std::chrono::milliseconds(500);
+/// Slots that a server may grant a follower.
+constexpr uint32_t kMostFollowSlots = 64;
 
 size_t partition_bytes(const Partition& partition, DType dtype) {
   return static_cast<size_t>(partition.elements) * dtype_bytes(dtype);
@@ -107,6 +118,28 @@ struct Reading {
   Status failure;  ///< of one that could not be asked for
 };
 
+/// What one server has told in a kFollow.
+struct Told {
+  uint32_t tag = 0;  ///< of the last question
+  bool answered = true;
+  wire::Kept kept{};
+  uint64_t checksum = 0;  ///< of what came
+};
+
+/// A kFollow between its beginning and its end. First every server is asked to keep its newest
+/// version; those that are behind the others are asked again, until all keep the same. Then that is
+/// taken.
+struct Following {
+  bool active = false;
+  std::list<Active>::iterator operation;
+  bool taking = false;
+  bool late = false;  ///< the time is over: what is not there now does not count
+  int rounds = 0;
+  std::vector<Told> servers;
+  std::optional<Clock::time_point> look_again;  ///< what is waited for may never come
+  std::optional<Clock::time_point> deadline;
+};
+
 struct Flow {
   FlowSpec spec;
   std::vector<std::vector<uint32_t>> partitions_of;  ///< by server
@@ -122,6 +155,8 @@ struct Flow {
   Slab verdicts;         ///< wire::Verdict of every server, where gradients are held
   bool located = false;
   Reading reading;
+  Slab kept;  ///< wire::Kept, by server and slot
+  Following following;
 
   const wire::Location& location(size_t partition) const {
     return reinterpret_cast<const wire::Location*>(locations.pages.data())[partition];
@@ -147,6 +182,7 @@ class Engine final : public WorkerEngine {
   Status add_flow(FlowSpec spec) override;
   void start(Operation operation) override;
   void fail(Status why) override;
+  void stop_waiting() override;
   void interrupt() override {
     fail(Status(Code::kCancelled, "interrupted: this worker was told to stop while it waited"));
   }
@@ -154,6 +190,7 @@ class Engine final : public WorkerEngine {
   std::vector<Pending> pending(size_t limit) const override;
   WorkerStats stats() const override;
   std::vector<Record> records() const override { return recorder_.snapshot(); }
+  RecordCounts record_counts() const override { return recorder_.counts(); }
   std::string transport() const override {
     std::lock_guard guard(progress_lock_);
     return fabric_->describe();
@@ -161,6 +198,11 @@ class Engine final : public WorkerEngine {
   std::string notice() const override {
     std::lock_guard guard(progress_lock_);
     return fabric_->notice();
+  }
+  std::string trouble() const override {
+    std::lock_guard guard(progress_lock_);
+    const Status& why = failure_.ok() ? loss_ : failure_;
+    return why.ok() ? fabric_->trouble() : why.message();
   }
   Status status() const override;
   bool wait_failure(int timeout_ms) override;
@@ -203,6 +245,17 @@ class Engine final : public WorkerEngine {
   void read_servers(Flow& flow);
   void read_done(Flow& flow);
   void end_read(Flow& flow, Status status);
+  void begin_follow(std::list<Active>::iterator active, Flow& flow);
+  Status prepare_follow(Active& active, Flow& flow);
+  void ask_all(Flow& flow, int64_t step);
+  void ask_to_keep(Flow& flow, size_t index, int64_t step);
+  void kept(Flow& flow, size_t index, uint32_t slot);
+  void agree(Flow& flow);
+  void take(Flow& flow, int64_t step);
+  Status compare_checksums(const Flow& flow) const;
+  void forget_questions(Flow& flow);
+  void stop_following(Flow& flow, Status why);
+  int follow_timeout();
   void enqueue(Active& active, uint32_t partition, wire::Kind kind, int64_t step);
   void retire(Server& server, uint32_t tag);
   void answered(Request& request, const Status& status);
@@ -210,6 +263,8 @@ class Engine final : public WorkerEngine {
   void finish(std::list<Active>::iterator active, Status status, std::function<void()> before = {});
   void finish_pull(Flow& flow);
   size_t server_of(EndpointId endpoint) const;
+  /// Where the answer to a question that was written from `slot` stands in a flow's `kept`.
+  size_t kept_index(size_t server, uint32_t slot) const { return server * most_slots_ + slot; }
   std::string server_name(size_t index) const {
     return "server " + std::to_string(index) + " (" + servers_[index].address + ")";
   }
@@ -220,6 +275,7 @@ class Engine final : public WorkerEngine {
   const bool cheap_;  ///< XLA's buffers are registered for one operation; else they are copied
   std::condition_variable state_changed_;
   std::vector<Server> servers_;
+  size_t most_slots_ = 0;  ///< that a server has granted
   std::vector<std::unique_ptr<Flow>> flows_;
   std::list<Active> active_;
   std::vector<Event> events_;
@@ -244,7 +300,7 @@ Status Engine::connect(const std::vector<ServerAddress>& servers, int timeout_ms
     fabric::Hello hello;
     hello.job = options_.job;
     hello.protocol_version = wire::kProtocolVersion;
-    hello.worker = options_.worker;
+    hello.worker = (options_.follows ? wire::kFirstFollower : 0) + options_.worker;
     hello.incarnation = options_.incarnation;
     hello.token = servers[i].token;
     servers_[i].address = servers[i].address;
@@ -274,8 +330,10 @@ Status Engine::add_flow(FlowSpec spec) {
   if (servers_.empty())
     return Status(Code::kInvalidArgument, "connect to the servers before adding a flow");
   for (const Server& server : servers_) {
-    if (Status checked = check_flow(spec, static_cast<uint32_t>(servers_.size()),
-                                    server.grant.slot_stride - sizeof(wire::Header));
+    // A follower pushes nothing.
+    const size_t payload = options_.follows ? std::numeric_limits<size_t>::max()
+                                            : server.grant.slot_stride - sizeof(wire::Header);
+    if (Status checked = check_flow(spec, static_cast<uint32_t>(servers_.size()), payload);
         !checked.ok()) {
       return checked;
     }
@@ -290,7 +348,7 @@ Status Engine::add_flow(FlowSpec spec) {
   flow->partitions_of.resize(servers_.size());
   for (uint32_t i = 0; i < flow->spec.partitions.size(); ++i)
     flow->partitions_of[flow->spec.partitions[i].server].push_back(i);
-  if (flow->spec.held > 0) {
+  if (flow->spec.held > 0 && !options_.follows) {
     auto pages = Pages::allocate(servers_.size() * sizeof(wire::Verdict), "verdicts");
     if (!pages.ok()) return pages.status();
     flow->verdicts.pages = std::move(pages.value());
@@ -310,9 +368,10 @@ void Engine::start(Operation operation) {
     operation.done(why);
     return;
   }
+  const bool follows = operation.kind == OperationKind::kFollow;
   begin(std::move(operation));
   // Who leads may sleep, and has not seen what ended here, or what waits for more than answers now.
-  const bool hurry = sleeps_patiently_ && !patient();
+  const bool hurry = sleeps_patiently_ && (!patient() || follows);
   if (hurry) sleeps_patiently_ = false;
   if (hurry || !finished_.empty()) fabric_->wake();
 }
@@ -329,6 +388,14 @@ void Engine::begin(Operation operation) {
     return;
   }
   Flow& flow = *flows_[what.flow];
+  if (options_.follows && what.kind != OperationKind::kFollow) {
+    finish(active, Status(Code::kInvalidArgument, "a follower does nothing but follow"));
+    return;
+  }
+  if (what.kind == OperationKind::kFollow) {
+    begin_follow(active, flow);
+    return;
+  }
   if (what.kind == OperationKind::kPull) {
     begin_pull(active, flow);
     return;
@@ -421,7 +488,7 @@ void Engine::enqueue(Active& active, uint32_t partition, wire::Kind kind, int64_
 /// Checks the buffers against the flow and registers them.
 Status Engine::prepare(Active& active, Flow& flow) {
   const Operation& what = active.operation;
-  const bool sends = what.kind != OperationKind::kFetch;
+  const bool sends = what.kind != OperationKind::kFetch && what.kind != OperationKind::kFollow;
   const bool staged = what.kind == OperationKind::kPush;
   if (staged) {
     if (flow.staged.active) {
@@ -513,13 +580,16 @@ void Engine::pump(size_t index) {
     const bool payload = request.kind == wire::Kind::kPush || request.kind == wire::Kind::kInit;
     const bool locating = request.kind == wire::Kind::kLocate;
     const bool judging = request.kind == wire::Kind::kVerdict;
+    const bool keeping = request.kind == wire::Kind::kKeep;
 
     const MemoryRegion* target_region = locating  ? flow.locations.region.get()
+                                        : keeping ? flow.kept.region.get()
                                         : judging ? flow.verdicts.region.get()
                                         : staged  ? flow.staging[partition.leaf].region.get()
                                         : cheap_  ? request.active->targets[partition.leaf].get()
                                                   : flow.bounce[partition.leaf].region.get();
     const size_t target_offset = locating  ? request.partition * sizeof(wire::Location)
+                                 : keeping ? kept_index(index, index_of_slot) * sizeof(wire::Kept)
                                  : judging ? index * sizeof(wire::Verdict)
                                            : partition.begin * dtype_bytes(leaf_dtype);
     std::byte* const piece = server.outgoing.pages.data() + index_of_slot * server.outgoing_stride;
@@ -614,7 +684,7 @@ Status Engine::prepare_read(const Operation& what, Flow& flow) {
   }
   if (flow.reading.active)
     return Status(Code::kInvalidArgument, "two reads of one model at once: await the first");
-  if (flow.spec.mode != FlowMode::kUpdate)
+  if (flow.spec.mode == FlowMode::kAverage)
     return Status(Code::kInvalidArgument, "servers hold no parameters of a flow that averages");
   for (size_t i = 0; i < what.leaves.size(); ++i) {
     if (flow.spec.leaves[i].elements > 0 && what.leaves[i].target == nullptr)
@@ -733,6 +803,183 @@ void Engine::end_read(Flow& flow, Status status) {
   finish(active, std::move(status));
 }
 
+// --- Following.
+
+Status Engine::prepare_follow(Active& active, Flow& flow) {
+  if (flow.following.active)
+    return Status(Code::kInvalidArgument, "two pulls of one model at once: await the first");
+  if (flow.spec.mode == FlowMode::kAverage)
+    return Status(Code::kInvalidArgument, "servers hold no parameters of a flow that averages");
+  if (flow.kept.region == nullptr) {
+    const size_t bytes = kept_index(servers_.size(), 0) * sizeof(wire::Kept);
+    auto pages = Pages::allocate(bytes, "what servers keep");
+    if (!pages.ok()) return pages.status();
+    flow.kept.pages = std::move(pages.value());
+    if (Status s = flow.kept.enrol(*fabric_, fabric::Access::kRemoteWrite); !s.ok()) return s;
+  }
+  return prepare(active, flow);
+}
+
+void Engine::begin_follow(std::list<Active>::iterator active, Flow& flow) {
+  const Operation& what = active->operation;
+  if (flow.spec.partitions.empty()) {
+    if (what.outcome != nullptr) what.outcome->version = what.step;
+    flow.newest = what.step;
+    return finish(active, {});
+  }
+  if (Status prepared = prepare_follow(*active, flow); !prepared.ok())
+    return finish(active, std::move(prepared));
+  Following& following = flow.following;
+  following = Following{};
+  following.active = true;
+  following.operation = active;
+  following.servers.resize(servers_.size());
+  following.late = what.timeout_ms == 0;
+  if (what.timeout_ms > 0)
+    following.deadline = Clock::now() + std::chrono::milliseconds(what.timeout_ms);
+  ++active->unanswered;  // it is not over before something is taken
+  ask_all(flow, following.late ? 0 : what.step);
+  progress();
+}
+
+void Engine::ask_all(Flow& flow, int64_t step) {
+  for (size_t i = 0; i < servers_.size(); ++i) ask_to_keep(flow, i, step);
+  for (size_t i = 0; i < servers_.size(); ++i) pump(i);
+}
+
+/// `pump` is to follow.
+void Engine::ask_to_keep(Flow& flow, size_t index, int64_t step) {
+  const std::vector<uint32_t>& partitions = flow.partitions_of[index];
+  if (partitions.empty()) return;
+  enqueue(*flow.following.operation, partitions[0], wire::Kind::kKeep, step);
+  flow.following.servers[index].tag = servers_[index].queue.back();
+  flow.following.servers[index].answered = false;
+}
+
+/// A server's answer, in `slot`.
+void Engine::kept(Flow& flow, size_t index, uint32_t slot) {
+  Told& told = flow.following.servers[index];
+  told.answered = true;
+  const auto* table = reinterpret_cast<const wire::Kept*>(flow.kept.pages.data());
+  told.kept = table[kept_index(index, slot)];
+  agree(flow);
+}
+
+/// Once every server has answered: takes what they keep if that is of one step, or asks again.
+void Engine::agree(Flow& flow) {
+  Following& following = flow.following;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  int64_t most = -1;
+  for (size_t i = 0; i < servers_.size(); ++i) {
+    if (flow.partitions_of[i].empty()) continue;
+    const Told& told = following.servers[i];
+    if (!told.answered) return;
+    least = std::min(least, told.kept.step);
+    most = std::max(most, told.kept.step);
+  }
+  following.look_again.reset();
+  if (most < following.operation->operation.step)
+    return stop_following(flow, Status(Code::kDeadline, "no version came in time"));
+  if (least == most) return take(flow, most);
+  ++following.rounds;
+  if (following.rounds <= kRoundsBehind) {
+    // What one server has reached all will reach: it is decided.
+    for (size_t i = 0; i < servers_.size(); ++i) {
+      if (!flow.partitions_of[i].empty() && following.servers[i].kept.step < most)
+        ask_to_keep(flow, i, most);
+    }
+    for (size_t i = 0; i < servers_.size(); ++i) pump(i);
+  } else {
+    const int64_t ahead =
+        std::min(int64_t{1} << std::min(following.rounds - kRoundsBehind, 20), kMostAhead);
+    following.look_again = Clock::now() + kAheadPatience;
+    ask_all(flow, most + ahead);
+  }
+}
+
+void Engine::take(Flow& flow, int64_t step) {
+  Following& following = flow.following;
+  Active& active = *following.operation;
+  following.taking = true;
+  if (active.operation.outcome != nullptr) active.operation.outcome->version = step;
+  for (uint32_t i = 0; i < flow.spec.partitions.size(); ++i) {
+    ++active.unanswered;
+    enqueue(active, i, wire::Kind::kTake, step);
+  }
+  --active.unanswered;
+  for (size_t i = 0; i < servers_.size(); ++i) pump(i);
+}
+
+Status Engine::compare_checksums(const Flow& flow) const {
+  for (size_t i = 0; i < servers_.size(); ++i) {
+    if (flow.partitions_of[i].empty()) continue;
+    const Told& told = flow.following.servers[i];
+    if (told.checksum == told.kept.checksum) continue;
+    return Status(Code::kProtocol, "the parameters of step " + std::to_string(told.kept.step) +
+                                       " that came from " + server_name(i) +
+                                       " are not those that it keeps: the checksums differ");
+  }
+  return {};
+}
+
+/// No answer to what the servers were asked concerns anybody any more.
+void Engine::forget_questions(Flow& flow) {
+  Following& following = flow.following;
+  Active& active = *following.operation;
+  for (size_t i = 0; i < servers_.size(); ++i) {
+    if (following.servers[i].answered) continue;
+    Server& server = servers_[i];
+    const uint32_t tag = following.servers[i].tag;
+    Request& request = server.requests[tag];
+    if (!request.sent) --active.unsent;
+    request.active = nullptr;
+    following.servers[i].answered = true;
+    // Over some fabrics a question that is posted is sent later; one that is not, never.
+    if (std::erase(server.queue, tag) > 0) retire(server, tag);
+  }
+}
+
+/// Ends a kFollow that waits for a version.
+void Engine::stop_following(Flow& flow, Status why) {
+  if (!flow.following.active || flow.following.taking) return;
+  forget_questions(flow);
+  const auto active = flow.following.operation;
+  flow.following = Following{};
+  finish(active, std::move(why));
+}
+
+void Engine::stop_waiting() {
+  std::lock_guard guard(progress_lock_);
+  for (const auto& flow : flows_)
+    stop_following(*flow, Status(Code::kCancelled, "interrupted while it waited for a version"));
+  fabric_->wake();
+}
+
+/// Does what is due, and tells in how many milliseconds the next is; -1: nothing will be.
+int Engine::follow_timeout() {
+  using std::chrono::milliseconds;
+  std::optional<Clock::time_point> next;
+  for (const auto& flow : flows_) {
+    Following& following = flow->following;
+    if (!following.active || following.taking) continue;
+    const auto now = Clock::now();
+    const bool late = following.deadline.has_value() && now >= *following.deadline;
+    if (late || (following.look_again.has_value() && now >= *following.look_again)) {
+      following.late |= late;
+      if (late) following.deadline.reset();
+      following.look_again.reset();
+      following.rounds = 0;
+      forget_questions(*flow);
+      ask_all(*flow, following.late ? 0 : following.operation->operation.step);
+    }
+    for (const auto& due : {following.deadline, following.look_again})
+      if (due.has_value() && (!next.has_value() || *due < *next)) next = due;
+  }
+  if (!next.has_value()) return -1;
+  const auto left = std::chrono::ceil<milliseconds>(*next - Clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 1 << 30));
+}
+
 /// Makes progress until an operation has ended, and returns its callback; an empty one once the
 /// engine is closed and all of them have run.
 Crew::Task Engine::lead() {
@@ -753,6 +1000,7 @@ Crew::Task Engine::lead() {
       }
       if (over) return {};
       moved = progress();
+      if (failure_.ok()) timeout_ms = follow_timeout();
       if (!loss_.ok() && failure_.ok()) {
         const auto deadline = loss_time_ + kVerdictGrace;
         if (Clock::now() >= deadline) {
@@ -760,10 +1008,11 @@ Crew::Task Engine::lead() {
           close_connections(failure_, false);
           moved = true;
         } else {
-          timeout_ms = static_cast<int>(
+          const int left = static_cast<int>(
               std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now())
                   .count() +
               1);
+          timeout_ms = timeout_ms < 0 ? left : std::min(left, timeout_ms);
         }
       }
       if (!failure_.ok()) give_up();
@@ -827,12 +1076,14 @@ void Engine::connected(Server& server, const Event& event) {
     return;
   }
   std::memcpy(&grant, event.hello->payload.data(), sizeof(grant));
-  if (grant.slots == 0 || grant.slots > (1u << 20) || grant.slot_stride <= sizeof(wire::Header) ||
+  if (grant.slots == 0 || grant.slots > (options_.follows ? kMostFollowSlots : 1u << 20) ||
+      grant.slot_stride < sizeof(wire::Header) + (options_.follows ? 0 : 1) ||
       grant.slot_stride > (uint64_t{1} << 40)) {
     violation(index, "its landing grant is impossible");
     return;
   }
   server.grant = grant;
+  most_slots_ = std::max<size_t>(most_slots_, grant.slots);
   server.outgoing_stride = cheap_ ? sizeof(wire::Header) : grant.slot_stride;
   auto pages = Pages::allocate(grant.slots * server.outgoing_stride,
                                "what is on its way to " + server_name(index));
@@ -906,7 +1157,9 @@ void Engine::received(size_t index, const Event& event) {
     const size_t bytes = partition_bytes(partition, flow.spec.leaves[partition.leaf].dtype);
     const bool locating = request.kind == wire::Kind::kLocate;
     const bool judging = request.kind == wire::Kind::kVerdict;
+    const bool keeping = request.kind == wire::Kind::kKeep;
     const size_t expected = locating  ? sizeof(wire::Location)
+                            : keeping ? sizeof(wire::Kept)
                             : judging ? sizeof(wire::Verdict)
                                       : bytes;
     if (event.bytes != expected) {
@@ -920,15 +1173,28 @@ void Engine::received(size_t index, const Event& event) {
                 "partition " + std::to_string(request.partition) + " has another size there");
       return;
     }
-    if (!cheap_ && !locating && !judging && request.active != nullptr &&
+    if (request.kind == wire::Kind::kTake) {
+      Flow& followed = *flows_[request.flow];
+      const size_t begin = partition.begin * dtype_bytes(flow.spec.leaves[partition.leaf].dtype);
+      const std::byte* came = cheap_ ? request.active->operation.leaves[partition.leaf].target
+                                     : flow.bounce[partition.leaf].pages.data();
+      followed.following.servers[index].checksum +=
+          partition_checksum(request.partition, came + begin, bytes);
+    }
+    if (!cheap_ && !locating && !judging && !keeping && request.active != nullptr &&
         request.active->operation.kind != OperationKind::kPush) {
       const size_t begin = partition.begin * dtype_bytes(flow.spec.leaves[partition.leaf].dtype);
       std::memcpy(request.active->operation.leaves[partition.leaf].target + begin,
                   flow.bounce[partition.leaf].pages.data() + begin, expected);
     }
-    if (!judging) stats_.bytes_pulled += event.bytes;
+    if (!judging && !keeping) stats_.bytes_pulled += event.bytes;
     recorder_.add(Stage::kConsumed, request.flow, request.step, request.partition,
                   static_cast<uint16_t>(index));
+  } else if (what == wire::Answer::kStale && request.kind == wire::Kind::kKeep) {
+    if (request.active != nullptr) {
+      violation(index, "refused the question that was asked last");
+      return;
+    }
   } else if (what == wire::Answer::kStale) {
     status = Status(Code::kStale, "step " + std::to_string(request.step) +
                                       " was already aggregated without this gradient (" +
@@ -947,6 +1213,14 @@ void Engine::received(size_t index, const Event& event) {
   }
   if (what == wire::Answer::kResultAndCredit && !credit(index, request.slot)) return;
   request.answered = true;
+  if (request.kind == wire::Kind::kKeep) {
+    const bool asked = request.active != nullptr;
+    const uint32_t slot = request.slot;
+    Flow& followed = *flows_[request.flow];
+    if (request.sent) retire(server, value);
+    if (asked) kept(followed, index, slot);
+    return;
+  }
   answered(request, status);
   if (request.sent) retire(server, value);
 }
@@ -1019,6 +1293,8 @@ void Engine::write_done(size_t index, uint32_t slot_index) {
   if (request.slot == slot_index && request.live && !request.answered) {
     request.stage = Stage::kCompleted;
     request.since = Clock::now();
+    recorder_.add(Stage::kCompleted, request.flow, request.step, request.partition,
+                  static_cast<uint16_t>(index));
   }
   if (cheap_) sent(server, slot.tag);
 }
@@ -1028,13 +1304,13 @@ void Engine::sent(Server& server, uint32_t tag) {
   Request& request = server.requests[tag];
   request.sent = true;
   Active* active = request.active;
-  --active->unsent;
+  if (active != nullptr) --active->unsent;
   if (request.answered) {
     retire(server, tag);
-  } else if (active->operation.kind == OperationKind::kPush) {
+  } else if (active != nullptr && active->operation.kind == OperationKind::kPush) {
     request.active = nullptr;  // the push may end before its answers come
   }
-  settle(active);
+  if (active != nullptr) settle(active);
 }
 
 void Engine::retire(Server& server, uint32_t tag) {
@@ -1057,7 +1333,13 @@ void Engine::settle(Active* active) {
     read_servers(flow);
     return;
   }
-  if (kind == OperationKind::kExchange) {
+  if (kind == OperationKind::kFollow) {
+    Flow& flow = *flows_[active->operation.flow];
+    if (status.ok()) status = compare_checksums(flow);
+    if (status.ok() && active->operation.outcome != nullptr)
+      stats_.last_step = flow.newest = active->operation.outcome->version;
+    flow.following = Following{};
+  } else if (kind == OperationKind::kExchange) {
     Flow& flow = *flows_[active->operation.flow];
     status = stepped(active->operation, flow, std::move(status));
   } else if (kind != OperationKind::kPush && status.ok()) {
@@ -1089,7 +1371,10 @@ void Engine::give_up() {
   const Status why =
       failure_.ok() ? Status(Code::kCancelled, "the session was closed while this was in flight")
                     : failure_;
-  for (const auto& flow : flows_) flow->reading = Reading{};
+  for (const auto& flow : flows_) {
+    flow->reading = Reading{};
+    flow->following = Following{};
+  }
   while (!active_.empty()) finish(active_.begin(), why);
   for (Server& server : servers_) {
     server.queue.clear();
@@ -1125,7 +1410,8 @@ std::vector<Pending> Engine::pending(size_t limit) const {
     const auto now = Clock::now();
     for (uint32_t i = 0; i < servers_.size(); ++i) {
       for (const Request& request : servers_[i].requests) {
-        if (!request.live || request.answered) continue;
+        // An answer may come before the completion of what was asked with.
+        if (!request.live || (request.answered && request.sent)) continue;
         result.push_back({i, request.flow, request.step, request.partition, request.stage,
                           std::chrono::duration<double>(now - request.since).count()});
       }

@@ -20,7 +20,8 @@
 namespace jaxrdma {
 
 struct WorkerOptions {
-  uint32_t worker = 0;  ///< index of this worker
+  uint32_t worker = 0;   ///< index of this worker, or number of this follower
+  bool follows = false;  ///< is a follower: all that it can do is kFollow
   std::string job;
   uint64_t incarnation = 0;
   fabric::TransportOptions transport;
@@ -53,12 +54,17 @@ enum class OperationKind : uint8_t {
   /// without their doing; one version, WorkerStats::last_read tells which. Fails with kStale if
   /// they changed every time. Where the fabric can read.
   kRead = 5,
+  /// No source: one version of the parameters, `step` or a later one, the newest as soon as there
+  /// is one; Outcome::version tells which. Every server keeps a copy of it until it has been taken,
+  /// and has told its checksum. All that a follower does, and what a worker begins with that takes
+  /// the place of another.
+  kFollow = 6,
 };
 
 /// What an operation brought beside the parameters.
 struct Outcome {
   /// Of the parameters. `step` + 1 after an exchange or a pull, but of a flow whose gradients are
-  /// held, where it may be any.
+  /// held, where it may be any. Of a kFollow `step` or more.
   int64_t version = 0;
   /// So many gradients that this worker pushed for this flow are in no mean.
   uint32_t dropped = 0;
@@ -69,6 +75,10 @@ struct Operation {
   uint16_t flow;
   int64_t step;
   std::vector<LeafBuffers> leaves;
+  /// Of a kFollow: after so long the servers are asked for the newest that they have, and it fails
+  /// with kDeadline if that is not new enough; 0: at once; -1: never. The way of the parameters to
+  /// here is not reckoned.
+  int timeout_ms = -1;
   /// Filled before `done` is called, if that ends well and parameters came. Null: nobody asks.
   std::shared_ptr<Outcome> outcome;
   /// Called exactly once, on a thread of its own.
@@ -114,16 +124,22 @@ class WorkerEngine {
   /// Fails the operations that wait now with kCancelled, later ones go on failing: the job is
   /// inconsistent after it.
   virtual void interrupt() = 0;
+  /// Fails with kCancelled what waits for a version to follow. Later operations go well.
+  virtual void stop_waiting() = 0;
   /// Operations begun and not yet done.
   virtual size_t in_flight() const = 0;
   /// The longest-waiting first, at most `limit`.
   virtual std::vector<Pending> pending(size_t limit) const = 0;
   virtual WorkerStats stats() const = 0;
   virtual std::vector<Record> records() const = 0;
+  virtual RecordCounts record_counts() const = 0;
   /// The transport, and what it chose, for people.
   virtual std::string transport() const = 0;
   /// What people should know of the connections; empty if nothing.
   virtual std::string notice() const = 0;
+  /// Which connections do not work just now, and why; why it failed, if it has; empty if all is
+  /// well.
+  virtual std::string trouble() const = 0;
   /// First reason for failure, or ok.
   virtual Status status() const = 0;
   /// Blocks until a data connection is lost or `fail` is called (true), or until `timeout_ms` has

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "engine/server.h"
@@ -40,10 +41,20 @@ inline FlowSpec striped(uint64_t elements, uint32_t servers, FlowMode mode = Flo
   return spec;
 }
 
+/// What shall go wrong, to order, in the transport of one of them: "worker 1" or "server 0".
+struct OrderedFault {
+  std::string whose;
+  std::string what;
+  std::string of(const char* role, uint32_t index) const {
+    return whose == role + std::string(" ") + std::to_string(index) ? what : "";
+  }
+};
+
 /// Servers and workers of one job.
 class Cluster {
  public:
-  Cluster(uint32_t servers, uint32_t workers, const FlowSpec& spec) {
+  Cluster(uint32_t servers, uint32_t workers, const FlowSpec& spec,
+          const OrderedFault& fault = {}) {
     for (uint32_t s = 0; s < servers; ++s) {
       ServerOptions options;
       options.server = s;
@@ -54,6 +65,7 @@ class Cluster {
       options.slots_per_worker = 4;
       options.ordered = true;
       options.transport = next_transport();
+      options.transport.fault = fault.of("server", s);
       auto server = ServerEngine::create(options);
       REQUIRE(server.ok());
       servers_.push_back(server.value());
@@ -67,6 +79,7 @@ class Cluster {
       options.job = "test";
       options.incarnation = 100 + w;
       options.transport = next_transport();
+      options.transport.fault = fault.of("worker", w);
       auto worker = WorkerEngine::create(options);
       REQUIRE(worker.ok());
       workers_.push_back(worker.value());

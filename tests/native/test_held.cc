@@ -373,3 +373,111 @@ TEST_CASE("held: a dead worker's whole gradient may count, and nobody waits for 
   CHECK(job.server(0).answer(0, gone, 1, true).ok());  // it is forgotten
   CHECK(job.server(0).drop(0, gone).ok());
 }
+
+TEST_CASE("held: a worker that is expelled is told why, counts no more and cannot come back") {
+  Job job(2, 3, 1);
+  Exchange one(job, 0, 0, 1.0f);
+  const GradientId of_one = job.gradient(0);
+  Exchange other(job, 1, 0, 4.0f);
+  const GradientId of_other = job.gradient(0);
+  Exchange late(job, 2, 0, 16.0f);
+  const GradientId of_late = job.gradient(0);
+  for (uint32_t s = 0; s < 2; ++s) job.server(s).expel(2, "worker 2 was silent for 12 s");
+  const Status told = late.call.wait();
+  CHECK(!told.ok());
+  CHECK(told.message().find("worker 2 was silent for 12 s") != std::string::npos);
+  job.drop(of_late);
+  job.aggregate(0, {of_one, of_other});
+  job.answer(of_one, 1);
+  job.answer(of_other, 1);
+  CHECK(job.step(0) == all(2.5f));
+  CHECK(one.version() == 1);
+  CHECK(other.version() == 1);
+  // No word of its end, which everybody knows: the next event is of the next gradient.
+  Exchange next(job, 0, 1, 1.0f);
+  const GradientId of_next = job.gradient(1);
+  CHECK(of_next.worker == 0);
+  job.aggregate(1, {of_next});
+  job.answer(of_next, 2);
+  CHECK(job.step(1) == all(1.0f));
+  CHECK(next.version() == 2);
+  job.server(0).expel(2, "again");
+  job.server(0).expel(99, "nobody");
+  // Unless it is admitted anew, its token lets nobody in.
+  WorkerOptions options;
+  options.worker = 2;
+  options.job = "test";
+  options.incarnation = 102;
+  options.transport = next_transport();
+  auto again = WorkerEngine::create(options);
+  REQUIRE(again.ok());
+  std::vector<ServerAddress> addresses;
+  for (uint32_t s = 0; s < 2; ++s) addresses.push_back({job.server(s).address(), token(2, s)});
+  CHECK(!again.value()->connect(addresses, 2000).ok());
+  again.value()->close();
+}
+
+TEST_CASE("held: who takes the place of an expelled worker begins with one version, and counts") {
+  Job job(2, 2, 1);
+  Exchange alive(job, 0, 0, 1.0f);
+  const GradientId of_alive = job.gradient(0);
+  Exchange late(job, 1, 0, 4.0f);
+  const GradientId of_late = job.gradient(0);
+  for (uint32_t s = 0; s < 2; ++s) job.server(s).expel(1, "worker 1 died");
+  job.drop(of_late);
+  job.aggregate(0, {of_alive});
+  job.answer(of_alive, 1);
+  // Admitted while nobody knows whether the connection before has ended.
+  for (uint32_t s = 0; s < 2; ++s) REQUIRE(job.server(s).admit(1, 200, token(1, s)).ok());
+  const auto start = [&](uint64_t incarnation) {
+    WorkerOptions options;
+    options.worker = 1;
+    options.job = "test";
+    options.incarnation = incarnation;
+    options.transport = next_transport();
+    return WorkerEngine::create(options).value();
+  };
+  std::vector<ServerAddress> addresses;
+  for (uint32_t s = 0; s < 2; ++s) addresses.push_back({job.server(s).address(), token(1, s)});
+  auto stale = start(101);
+  CHECK(!stale->connect(addresses, 2000).ok());
+  stale->close();
+  auto next = start(200);
+  REQUIRE(next->connect(addresses, kTimeoutMs).ok());
+  REQUIRE(next->add_flow(holding(1, 2)).ok());
+  // It asks before there is what it shall begin with.
+  std::vector<float> back(kElements);
+  Call follow;
+  follow.start(*next, OperationKind::kFollow, 1, nullptr, &back);
+  CHECK(job.step(0) == all(1.0f));
+  const Status begun = follow.wait();
+  REQUIRE_MESSAGE(begun.ok(), begun.message());
+  CHECK(follow.version() == 1);
+  CHECK(back == all(-1.0f));
+  CHECK(alive.version() == 1);
+  CHECK(!late.call.wait().ok());
+  // Its gradients are numbered anew, and no sum is over those of the other life.
+  const std::vector<float> source = all(16.0f);
+  Call push;
+  push.start(*next, OperationKind::kExchange, 1, &source, &back);
+  const GradientId of_next = job.gradient(1);
+  CHECK(of_next == GradientId{1, 200, 0});
+  Exchange other(job, 0, 1, 2.0f);
+  const GradientId of_other = job.gradient(1);
+  job.aggregate(1, {of_other, of_next});
+  job.answer(of_other, 2);
+  job.answer(of_next, 2);
+  CHECK(job.step(1) == all(9.0f));
+  const Status pushed = push.wait();
+  REQUIRE_MESSAGE(pushed.ok(), pushed.message());
+  CHECK(push.version() == 2);
+  CHECK(back == all(-10.0f));
+  CHECK(other.version() == 2);
+  // That a life ended is told with its number.
+  next->close();
+  for (uint32_t s = 0; s < 2; ++s) {
+    const ServerEvent lost = job.expect(s, Kind::kWorkerLost);
+    CHECK(lost.worker == 1);
+    CHECK(lost.incarnation == 200);
+  }
+}
