@@ -8,7 +8,11 @@ BIN := .venv/bin
 STAMPS := build/stamps
 NATIVE := $(shell find native -type f)
 NATIVE_TESTS := $(shell find tests/native -type f 2>/dev/null)
-CXX_FILES := $(filter %.h %.cc,$(NATIVE) $(NATIVE_TESTS) $(shell find benchmarks -name '*.cc'))
+CXX_FILES := $(filter %.h %.cc,$(NATIVE) $(NATIVE_TESTS) \
+    $(shell find benchmarks tests/fuzz -name '*.cc' -o -name '*.h'))
+# What reads bytes of a peer, and for how long `make fuzz` searches each.
+FUZZ_TARGETS := hello tcp_frames server_engine worker_engine verbs_signals
+FUZZ_SECONDS ?= 60
 # The extension module and the handlers are left out: the native tests, whose compiler commands are used, lack them.
 TIDY_FILES := $(filter native/base/%.cc native/fabric/%.cc native/engine/%.cc,$(NATIVE))
 # What is imported is compiled then: a small part of what is installed.
@@ -19,13 +23,14 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 # Tests start hundreds of processes, and each would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: clang-tidy help demo test lint format bench wheel clean native-tests python-tests test-verbs
+.PHONY: clang-tidy fuzz help demo test lint format bench wheel clean native-tests python-tests test-verbs
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    train on the digits data set with one server and two workers, on this machine'
 	@echo 'make test    lint, native tests (plain and under both sanitizers), Python tests, test-verbs'
 	@echo 'make test-verbs   what needs an RDMA device, in a virtual machine that has one'
+	@echo 'make fuzz    search for bytes that break what reads them, with libFuzzer; FUZZ_SECONDS=60 for each target'
 	@echo 'make lint    formatting, types, likely mistakes     make format  let the formatters write'
 	@echo 'make bench   against the collectives that JAX has   make wheel   dist/*.whl'
 	@echo 'make clean   remove .venv and everything built'
@@ -57,6 +62,23 @@ native-test-%: $(STAMPS)/dev
 	@cd native && ../$(BIN)/cmake --build --preset $* --parallel $(JOBS) >../build/native/$*.log \
 	    || { cat ../build/native/$*.log; exit 1; }
 	@cd native && ../$(BIN)/ctest --preset $* --parallel $(JOBS) --no-tests=error
+
+# Searches from the kept inputs on; what it finds on the way stays in build/fuzz/, and an input that breaks something is
+# written to build/fuzz/crash-... The last lines say how many were run, and how many are worth keeping.
+fuzz: $(STAMPS)/dev
+	@.ci/system-packages $(PYTHON) fuzz
+	@cd native && ../$(BIN)/cmake --preset fuzz --log-level=WARNING >/dev/null
+	@cd native && ../$(BIN)/cmake --build --preset fuzz --parallel $(JOBS) >../build/native/fuzz.log \
+	    || { cat ../build/native/fuzz.log; exit 1; }
+	@mkdir -p $(FUZZ_TARGETS:%=build/fuzz/%)
+	@for target in $(FUZZ_TARGETS); do \
+	    echo "fuzz: $$target for $(FUZZ_SECONDS) s"; \
+	    build/native/fuzz/fuzz_$$target -max_total_time=$(FUZZ_SECONDS) -max_len=2048 -timeout=60 \
+	        -artifact_prefix=build/fuzz/crash-$$target- build/fuzz/$$target tests/fuzz/corpus/$$target \
+	        >build/fuzz/$$target.log 2>&1 || { tail -n 60 build/fuzz/$$target.log; exit 1; }; \
+	    grep '^Done' build/fuzz/$$target.log; \
+	    echo "    $$(ls build/fuzz/$$target | wc -l) inputs in build/fuzz/$$target"; \
+	done
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check --quiet --output-format concise .
