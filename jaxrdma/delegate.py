@@ -20,6 +20,7 @@ from jaxrdma.control import (
     Failed,
     FlowRejected,
     JobFailed,
+    MemberLost,
     Message,
     Shutdown,
     say_on_stderr,
@@ -53,10 +54,14 @@ class _Delegate:
             try:
                 self._client.reach()
             except JaxRdmaError as error:
-                self._report_cause("refused", str(error), "launcher", -1)
+                late = self._client.refusal == "failed"
+                if late:
+                    # Of a job that has just failed there may be another attempt.
+                    self._report({"attempt": self._client.attempt})
+                self._report_cause("died" if late else "refused", str(error), "launcher", -1)
                 return 1
             self._joined = True
-            self._report({"joined": True})
+            self._report({"joined": True, "attempt": self._client.attempt})
             # Not before: who has not joined may be ended by any signal.
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, do_nothing)
@@ -78,19 +83,29 @@ class _Delegate:
     def _woken(self) -> None:
         """A signal came, or, for a 0, the outcome."""
         for number in os.read(self._wake, 64):
-            if number and self._outcome is None:
-                name = signal.Signals(number).name
-                self._client.send(Failed("interrupted", f"ended by {name}"))
-                self._outcome = 128 + number
+            if number:
+                self._interrupted(signal.Signals(number))
+
+    def _interrupted(self, number: signal.Signals) -> None:
+        if self._outcome is None:
+            self._client.send(Failed("interrupted", f"ended by {number.name}"))
+            self._outcome = 128 + number
 
     def _told(self) -> None:
-        """The launcher says who ended."""
+        """The launcher says who ended, that it is interrupted itself, or that the job cannot go on."""
         data = os.read(self._ends, 1 << 16)
         if not data:
             self._outcome = 1  # the launcher is gone; that the stream ends says so
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
-            self._client.send(Ended(**json.loads(line)))
+            fact = json.loads(line)
+            if "interrupted" in fact:
+                self._interrupted(signal.Signals[fact["interrupted"]])
+                self._report({"noticed": True})
+            elif "gives_up" in fact:
+                self._client.send(Failed(fact["kind"], fact["gives_up"]))
+            else:
+                self._client.send(Ended(**fact))
 
     def _on_message(self, message: Message) -> None:
         """On the client's thread."""
@@ -105,6 +120,9 @@ class _Delegate:
                 outcome = 1
             case Shutdown():
                 outcome = 0
+            case MemberLost():
+                self._report(lost_fact(message))
+                return
             case _:
                 return
         self._outcome = outcome
@@ -118,6 +136,12 @@ class _Delegate:
             os.write(self._reports, json.dumps(fact).encode() + b"\n")
         except OSError:
             pass  # the launcher is gone
+
+
+def lost_fact(lost: MemberLost) -> dict[str, Any]:
+    """What a launcher is told of a loss that the job bears."""
+    name = f"{lost.role} {lost.index}"
+    return {"lost": name, "kind": lost.kind, "waits": lost.waits, "text": lost.text}
 
 
 def main() -> int:

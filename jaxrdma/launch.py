@@ -1,7 +1,8 @@
 """Start a job, or this machine's share of it, carry its output, and leave nothing behind.
 
 One thread, one loop: pipes of the children, their deaths (pidfd), signals, and a schedule of what is due when. A warden
-process, forked first, kills everything if the launcher itself is killed.
+process, forked first, kills everything if the launcher itself is killed. One attempt at the job is one object; another
+begins when nothing is left of the one before.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,14 +26,17 @@ from typing import IO, Any, cast
 
 from jaxrdma.cluster import ROLES, ClusterSpec
 from jaxrdma.hosts import Share, check_place
-from jaxrdma.signals import do_nothing
+from jaxrdma.restarts import Ending, Loss, judge, judge_worker
+from jaxrdma.signals import do_nothing, signal_main_thread, signal_together
 
 FAILURE_SECONDS = 5.0  # for the others to raise their own error, after the first failure
 ENDING_SECONDS = 10.0  # for servers and coordinator to end, after the last worker
+_NOTICE_SECONDS = 0.3  # for the delegate to say that this launcher was interrupted
 INTERRUPT_SECONDS = 1.5  # for the workers to heed a forwarded signal
 KILL_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _START_SECONDS = 30.0  # for the coordinator to report its port
 _DRAIN_SECONDS = 0.2  # for the last output of a process that has ended
+_USAGE = 2  # the exit code of a command of ours whose arguments or environment are wrong
 _PR_SET_PDEATHSIG = 1
 _MAX_LINE_BYTES = 1 << 16
 _ROLE_COLOURS = {"coordinator": 35, "server": 33, "worker": 36}
@@ -47,6 +52,8 @@ class LaunchPlan:
     - `coordinator`, `share`: of a job on several machines, where its coordinator listens, and what of it runs here.
     - `listen`: "host:port" for the servers' data, of such a job. Default: this machine's address on its way to the
       coordinator.
+    - `restarts`: how often the job is started again if a process of it is lost.
+    - `worker_restarts`: how often each worker is, if the job bears its loss; `None`: as its policy suggests.
     """
 
     servers: int
@@ -56,27 +63,34 @@ class LaunchPlan:
     coordinator: str | None = None
     share: Share | None = None
     listen: str | None = None
+    restarts: int = 0
+    worker_restarts: int | None = None
 
 
 def launch(plan: LaunchPlan) -> int:
-    """Run a job, or this machine's share of it, to the end of the job.
+    """Run a job, or this machine's share of it, to the end of the job, or of its last attempt.
 
-    **Returns:** the exit code: 0; that of the process that failed first, or 1 if that was on another machine; or 128+n
-    if signal n came.
+    **Returns:** the exit code of the last attempt: 0; that of the process that failed first, or 1 if that was on
+    another machine; or 128+n if signal n came.
 
     **Raises:** `ConfigError` if `plan` cannot be.
     """
     # Whatever cannot be is found before anything runs.
-    spec = _job_spec(plan)
+    spec = _job_spec(plan, 0)
     if plan.share is not None:
         check_place(plan.share, spec.coordinator, spec.secret)
     with _Warden() as warden:
         return _Launcher(plan, warden).run()
 
 
-def _job_spec(plan: LaunchPlan) -> ClusterSpec:
-    """What all processes of the job have in common, and the name and secret that make it one job."""
+def _job_spec(plan: LaunchPlan, attempt: int) -> ClusterSpec:
+    """What all processes of an attempt have in common.
+
+    On one machine each has a name and a secret of its own, by which nobody of another one gets in. On several these are
+    given, and the number of the attempt tells them apart.
+    """
     settings = dict(plan.settings)
+    settings["attempt"] = attempt
     if plan.share is None:
         settings |= {"secret": secrets.token_hex(16), "job": f"job-{secrets.token_hex(4)}"}
     coordinator = plan.coordinator or "127.0.0.1:1"
@@ -222,6 +236,9 @@ class _Child:
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
         self.code: int | None = None
+        self.lost = False  # the job bears it
+        self.before: Loss | None = None  # of the process in whose place it was started
+        self.on_end: Callable[[], None] | None = None
         self._stopped = False
 
     def stop(self) -> None:
@@ -239,6 +256,11 @@ class _Child:
         """To the process and what it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        """It and what it started, unless it has ended by itself."""
+        if self.code is None:
+            self.signal_group(signal.SIGKILL)
 
     @property
     def exit_code(self) -> int:
@@ -267,38 +289,92 @@ class _Stream:
 
 
 class _Launcher:
+    """One attempt after the other, and what they share: the screen, the warden, the signals."""
+
     def __init__(self, plan: LaunchPlan, warden: "_Warden") -> None:
         self._plan = plan
         self._warden = warden
+        self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._screen = Screen(
+            sys.stdout.fileno(), sys.stderr.fileno(), lambda fd: self._attempt.writable(fd)
+        )
+        self._attempt = self._make_attempt(0)
+
+    def run(self) -> int:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # The handlers do nothing: the numbers arrive in the pipe, and the attempt acts on them.
+        old = {n: signal.signal(n, do_nothing) for n in numbers}
+        old_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        try:
+            while True:
+                attempt = self._attempt
+                ending = attempt.run()
+                self._warden.forget()
+                again, text = judge(ending, attempt.number, self._plan.restarts)
+                if text:
+                    self._screen.line("err", f"jaxrdma: {text}".encode())
+                if attempt.interrupt is not None:  # perhaps only while the line was written
+                    return 128 + attempt.interrupt
+                if not again:
+                    return ending.code
+                self._attempt = self._make_attempt(attempt.number + 1)
+        finally:
+            signal.set_wakeup_fd(old_wakeup)
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            os.close(self._wake)
+            os.close(self._wakeup)
+
+    def _make_attempt(self, number: int) -> "_Attempt":
+        return _Attempt(self._plan, number, self._warden, self._screen, self._wake)
+
+
+class _Attempt:
+    """One life of the job, or of this machine's share of it. To be run once.
+
+    - `number`: which attempt this is, from 0. On several machines, what the coordinator says.
+    - `wake`: where the numbers of signals arrive.
+    - `interrupt`: the signal that ends the job, if one came.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, number: int, warden: "_Warden", screen: Screen, wake: int
+    ) -> None:
+        self._plan = plan
+        self._warden = warden
+        self._screen = screen
+        self._wake = wake
         self._selector = selectors.DefaultSelector()
-        self._screen = Screen(sys.stdout.fileno(), sys.stderr.fileno(), self._writable)
+        self._pipes: set[int] = set()  # other than the children's output
         self._children: list[_Child] = []
         self._streams: list[_Stream] = []
-        self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._running = 0
         self._schedule: list[tuple[float, Callable[[], None]]] = []
         self._first: _Child | None = None  # the first to fail
         self._cause: dict[str, Any] | None = None  # as the coordinator told it
         self._complaint: str | None = None  # why the job failed, if by no process of its own doing
-        self._interrupt: int | None = None  # the signal that ends the job
+        self._losses: set[str] = set()  # that were told
+        self._begun_again: Counter[str] = Counter()  # by worker
+        self.interrupt: int | None = None
+        self._passed_on = False  # the interrupt, to the workers
         self._ending = False
         self._ending_seconds = ENDING_SECONDS
         self._stopping = False
         self._killed = False
         self._report = b""
         self._abandoned = False
-        self._spec = _job_spec(plan)
+        self._spec = _job_spec(plan, number)
         self._share = plan.share or Share(True, (*range(plan.servers),), (*range(plan.workers),))
         self._ends: int | None = None  # where the delegate hears who ended
         self._coordinator = self._spec.coordinator  # its address; "" before it has told it
         longest = max(plan.servers, plan.workers) - 1
         self._width = max(len("coordinator"), len(f"worker {longest}"))
 
-    def run(self) -> int:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # The handlers do nothing: the numbers arrive in the pipe, and the loop acts on them.
-        old = {n: signal.signal(n, do_nothing) for n in numbers}
-        old_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+    @property
+    def number(self) -> int:
+        return self._spec.attempt
+
+    def run(self) -> Ending:
         self._selector.register(self._wake, selectors.EVENT_READ, self._signals)
         try:
             if self._plan.share is not None:
@@ -313,9 +389,7 @@ class _Launcher:
             for child in self._children:
                 if child.code is None and not self._abandoned:
                     child.process.wait()
-            signal.set_wakeup_fd(old_wakeup)
-            for number, handler in old.items():
-                signal.signal(number, handler)
+            self._close()
         return self._verdict()
 
     # --- starting ---
@@ -340,7 +414,7 @@ class _Launcher:
             )
         finally:
             os.close(writing)
-        self._selector.register(reading, selectors.EVENT_READ, lambda: self._reported(reading))
+        self._hear_reports(reading)
         self._after(self._patience, self._coordinator_is_late)
 
     def _start_delegate(self) -> None:
@@ -357,27 +431,30 @@ class _Launcher:
         finally:
             os.close(writing)
             os.close(ends)
+        self._pipes.add(self._ends)
+        self._hear_reports(reading)
+
+    def _hear_reports(self, reading: int) -> None:
+        self._pipes.add(reading)
         self._selector.register(reading, selectors.EVENT_READ, lambda: self._reported(reading))
 
     def _start_others(self) -> None:
-        def spec(role: str, index: int) -> ClusterSpec:
-            return replace(self._spec, coordinator=self._coordinator, role=role, index=index)
-
         listen = [] if self._plan.listen is None else ["--listen", self._plan.listen]
         for index in self._share.servers:
             command = [sys.executable, "-P", "-m", "jaxrdma", "server", *listen]
-            self._start(
-                f"server {index}", command, server_environment(os.environ, spec("server", index))
-            )
+            spec = replace(self._spec, coordinator=self._coordinator, role="server", index=index)
+            self._start(f"server {index}", command, server_environment(os.environ, spec))
         for index in self._share.workers:
-            command = [sys.executable, *self._plan.command]
-            self._start(
-                f"worker {index}", command, worker_environment(os.environ, spec("worker", index))
-            )
+            self._start_worker(index)
+
+    def _start_worker(self, index: int) -> _Child:
+        spec = replace(self._spec, coordinator=self._coordinator, role="worker", index=index)
+        command = [sys.executable, *self._plan.command]
+        return self._start(f"worker {index}", command, worker_environment(os.environ, spec))
 
     def _start(
         self, name: str, command: list[str], env: dict[str, str], keep: tuple[int, ...] = ()
-    ) -> None:
+    ) -> _Child:
         process = subprocess.Popen(
             command,
             env=env,
@@ -402,6 +479,7 @@ class _Launcher:
             )
             self._streams.append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._output, stream))
+        return child
 
     # --- the loop ---
 
@@ -423,14 +501,17 @@ class _Launcher:
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         self._schedule.append((time.monotonic() + seconds, action))
 
-    def _writable(self, fd: int) -> bool:
+    def _unschedule(self, action: Callable[[], None]) -> None:
+        self._schedule = [item for item in self._schedule if item[1] != action]
+
+    def writable(self, fd: int) -> bool:
         """Wait until `fd` takes output; not at all once the end must not be held up."""
         poller = select.poll()
         poller.register(fd, select.POLLOUT)
         while True:
-            if poller.poll(0 if self._stopping or self._interrupt is not None else 100):
+            if poller.poll(0 if self._stopping or self.interrupt is not None else 100):
                 return True
-            if self._stopping or self._interrupt is not None:
+            if self._stopping or self.interrupt is not None:
                 return False
             self._signals()
 
@@ -458,6 +539,7 @@ class _Launcher:
         data = os.read(fd, 1 << 16)
         if not data:
             self._selector.unregister(fd)
+            self._pipes.remove(fd)
             os.close(fd)
             return
         *lines, self._report = (self._report + data).split(b"\n")
@@ -465,12 +547,19 @@ class _Launcher:
             fact = json.loads(line)
             if "joined" in fact:
                 # Not before: a short job could be over, and its coordinator gone, when the delegate comes.
-                if not self._stopping and self._interrupt is None:
+                if not self._stopping and self.interrupt is None:
+                    self._take_part_in(fact["attempt"])
                     self._start_others()
+            elif "lost" in fact:
+                self._lost(fact["lost"], Loss(fact["kind"], fact["waits"]), fact["text"])
+            elif "attempt" in fact:
+                self._spec = replace(self._spec, attempt=fact["attempt"])
+            elif "noticed" in fact:
+                self._pass_interrupt_on()
             elif "saving" in fact:
                 self._ending_seconds += fact["saving"]
                 if self._ending:
-                    self._schedule = [i for i in self._schedule if i[1] != self._end_is_late]
+                    self._unschedule(self._end_is_late)
                     self._after(self._ending_seconds, self._end_is_late)
             elif "address" not in fact:
                 if not self._stopping and self._cause is None:  # or the cause is the launcher
@@ -478,11 +567,18 @@ class _Launcher:
                     if fact["kind"] == "interrupted":
                         # A person waits for the prompt, not for what the others may still have to say.
                         self._after(INTERRUPT_SECONDS, self._stop)
-            elif not self._stopping and self._interrupt is None:
-                self._schedule = [i for i in self._schedule if i[1] != self._coordinator_is_late]
+            elif not self._stopping and self.interrupt is None:
+                self._unschedule(self._coordinator_is_late)
                 self._coordinator = fact["address"]
                 if self._plan.share is None:
                     self._start_others()
+
+    def _take_part_in(self, number: int) -> None:
+        """The coordinator knows best which attempt this is: some may have failed before this launcher came."""
+        if number != self.number:
+            text = f"jaxrdma: the coordinator is at attempt {number + 1} of the job, and so is this machine"
+            self._screen.line("err", text.encode())
+        self._spec = replace(self._spec, attempt=number)
 
     def _coordinator_is_late(self) -> None:
         self._complaint = f"the coordinator did not open its port within {self._patience:.0f} s"
@@ -497,14 +593,16 @@ class _Launcher:
         if (
             child.code != 0
             and self._first is None
+            and not child.lost
             and not self._stopping
-            and self._interrupt is None
+            and self.interrupt is None
         ):
             self._first = child
-            self._after(FAILURE_SECONDS, self._stop)
+            self._after(FAILURE_SECONDS, self._stop_for_failure)
+        self._follow_up(child)
         workers = [c for c in self._children if c.role == "worker"]
         if workers and all(c.code is not None for c in workers):
-            if self._interrupt is not None:
+            if self.interrupt is not None:
                 self._stop()
             elif self._plan.share is not None:
                 pass  # those of other machines may still need the servers; the coordinator knows when it is over
@@ -512,12 +610,72 @@ class _Launcher:
                 self._ending = True
                 self._after(self._ending_seconds, self._end_is_late)
 
+    def _lost(self, name: str, loss: Loss, text: str) -> None:
+        """The job bears the loss of that process: its end is no failure. It may be stopped, and never end by itself."""
+        child = next((c for c in reversed(self._children) if c.name == name), None)
+        if child is None or text in self._losses:
+            return  # of another machine, or told twice
+        self._losses.add(text)
+        self._bury(child, loss)
+
+    def _bury(self, child: _Child, loss: Loss) -> None:
+        child.lost = True
+        self._after(FAILURE_SECONDS, child.kill)
+        if self._first is child:
+            self._unschedule(self._stop_for_failure)
+            failed = (c for c in self._children if c.code and not c.lost)
+            self._first = next(failed, None)
+            if self._first is not None:
+                self._after(FAILURE_SECONDS, self._stop_for_failure)
+        if self._stopping or self.interrupt is not None:
+            return
+        done = self._begun_again[child.name]
+        again, text = judge_worker(loss, done, self._plan.worker_restarts)
+        # Only once it has ended: it may hold a device that the next one needs, and may still tell why it failed.
+        if again:
+            child.on_end = lambda: self._begin_again(child, loss, text)
+        elif loss.waits:
+            child.on_end = lambda: self._give_up(child, loss, f"{child.name} was lost: {text}")
+        if child.code is not None:
+            self._follow_up(child)
+
+    def _follow_up(self, child: _Child) -> None:
+        """What was to be done once it has ended."""
+        action, child.on_end = child.on_end, None
+        going_on = not self._stopping and self.interrupt is None and self._cause is None
+        if action is not None and going_on:
+            action()
+
+    def _begin_again(self, child: _Child, loss: Loss, text: str) -> None:
+        self._screen.line("err", f"jaxrdma: {child.name} {child.end}; {text}".encode())
+        self._begun_again[child.name] += 1
+        self._start_worker(int(child.name.partition(" ")[2])).before = loss
+        # It may have been the last.
+        self._ending = False
+        self._unschedule(self._end_is_late)
+
+    def _give_up(self, child: _Child, loss: Loss, text: str) -> None:
+        """The others wait for a worker that will not come."""
+        # As a failure, a lost connection would be taken for the echo of something that the coordinator hears of soon.
+        kind = "died" if loss.kind == "connection" else loss.kind
+        role, _, index = child.name.partition(" ")
+        self._cause = {"kind": kind, "text": text, "role": role, "index": int(index)}
+        self._first = self._first or child
+        if self._ends is None:
+            self._after(0, self._stop)
+        else:
+            self._tell({"gives_up": text, "kind": kind})
+            self._after(FAILURE_SECONDS, self._stop)
+
     def _tell_delegate(self, child: _Child) -> None:
         if self._ends is None or child.role not in ROLES:
             return
         index = int(child.name.partition(" ")[2])
         fact = {"role": child.role, "index": index, "pid": child.process.pid}
-        fact |= {"how": child.end, "well": child.code == 0}
+        self._tell(fact | {"how": child.end, "well": child.code == 0})
+
+    def _tell(self, fact: dict[str, Any]) -> None:
+        assert self._ends is not None
         with contextlib.suppress(OSError):  # it has ended itself, and the coordinator knows
             os.write(self._ends, json.dumps(fact).encode() + b"\n")
 
@@ -539,14 +697,33 @@ class _Launcher:
         for number in numbers:
             if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 continue
-            if self._interrupt is not None:
+            if self.interrupt is not None:
                 self._kill()
                 continue
-            self._interrupt = number
-            workers = [c for c in self._children if c.role == "worker" and c.code is None]
-            for child in workers:
-                child.signal(number)
-            self._after(INTERRUPT_SECONDS if workers else 0, self._stop)
+            self.interrupt = number
+            if self._ends is None:
+                self._pass_interrupt_on()
+                continue
+            # First of all the others: for them it must not look like the death of a worker, from which jobs recover.
+            self._tell({"interrupted": _signal_name(number)})
+            self._after(_NOTICE_SECONDS, self._pass_interrupt_on)
+
+    def _pass_interrupt_on(self) -> None:
+        if self._passed_on or self.interrupt is None:
+            return
+        self._passed_on = True
+        workers = [c for c in self._children if c.role == "worker" and c.code is None]
+        pids = [c.process.pid for c in workers]
+        signal_together([partial(signal_main_thread, pid) for pid in pids], self.interrupt)
+        self._after(INTERRUPT_SECONDS if workers else 0, self._stop)
+
+    def _stop_for_failure(self) -> None:
+        first = self._first
+        if first is not None and first.before is not None and self._cause is None:
+            # It ended before it had joined, so nobody else has missed it.
+            self._bury(first, first.before)
+            return
+        self._stop()
 
     def _stop(self) -> None:
         if self._stopping:
@@ -572,20 +749,15 @@ class _Launcher:
 
     # --- ending ---
 
-    def _verdict(self) -> int:
+    def _close(self) -> None:
         for stream in self._streams:
             self._drain(stream)
         self._screen.bar("out", b"")
         self._screen.bar("err", b"")
-        code, text = self._judge()
-        if text:
-            self._screen.line("err", f"jaxrdma: {text}".encode())
         self._selector.close()
-        if self._ends is not None:
-            os.close(self._ends)
-        os.close(self._wake)
-        os.close(self._wakeup)
-        return code
+        self._ends = None
+        for fd in self._pipes | {c.pidfd for c in self._children if c.code is None}:
+            os.close(fd)
 
     def _drain(self, stream: _Stream) -> None:
         """What is still in a pipe whose process has ended. A survivor of its session may hold it open: no waiting."""
@@ -599,26 +771,31 @@ class _Launcher:
             self._screen.bar(stream.target, b"")
             self._screen.line(stream.target, stream.prefix + stream.lines.unfinished)
 
-    def _judge(self) -> tuple[int, str]:
-        if self._interrupt is not None:
-            return 128 + self._interrupt, f"ended by {_signal_name(self._interrupt)}"
+    def _verdict(self) -> Ending:
+        if self.interrupt is not None:
+            return Ending(128 + self.interrupt, f"ended by {_signal_name(self.interrupt)}")
         why = self._cause["text"] if self._cause is not None else ""
+        kind = self._cause["kind"] if self._cause is not None else "died"
+        kind = "stuck" if self._abandoned else kind
         first = self._first
         if self._cause is not None and first is not None:
             # Whoever caused the failure may have taken longer to end than those it brought down.
             role, index = self._cause["role"], self._cause["index"]
             name = "coordinator" if role == "coordinator" else f"{role} {index}"
-            culprit = next((c for c in self._children if c.name == name and c.code), None)
+            last = reversed(self._children)
+            culprit = next((c for c in last if c.name == name and c.code), None)
             if culprit is None and self._plan.share is not None:
-                return 1, f"the job failed: {why}"  # on another machine
+                return Ending(1, f"the job failed: {why}", kind)  # on another machine
             first = culprit or first
         if first is not None:
-            return first.exit_code, f"{first.name} failed first: {first.end}" + (
-                f"; {why}" if why else ""
-            )
+            if first.role != "worker" and first.code == _USAGE:
+                kind = "config"
+            text = f"{first.name} failed first: {first.end}" + (f"; {why}" if why else "")
+            return Ending(first.exit_code, text, kind)
         if self._complaint is not None:
-            return 1, "; ".join(filter(None, (self._complaint, why)))
-        return 0, ""
+            text = "; ".join(filter(None, (self._complaint, why)))
+            return Ending(1, text, kind if self._abandoned else "timeout")
+        return Ending(0)
 
 
 class _Warden:
@@ -643,6 +820,10 @@ class _Warden:
         """The session of `pid` must not outlive the launcher."""
         self._tell(b"%d\n" % pid)
 
+    def forget(self) -> None:
+        """Nothing is left of the sessions to watch, and their numbers may become those of others."""
+        self._tell(b"forget\n")
+
     def __exit__(self, *_: object) -> None:
         self._tell(b"done\n")
         os.close(self._writing)
@@ -663,7 +844,7 @@ def _guard(reading: int) -> None:
     data = b""
     while chunk := os.read(reading, 4096):
         data += chunk
-    words = data.split()
+    words = data.rpartition(b"forget\n")[2].split()
     if b"done" not in words:
         kill_sessions(map(int, words))
 

@@ -13,6 +13,7 @@ import secrets
 import socket
 import statistics
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -126,9 +127,10 @@ class _Line:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._reader = sock.makefile("rb")
+        self._received = b""
 
     def send(self, message: _Message) -> None:
+        self._socket.settimeout(_ANSWER_SECONDS)
         self._socket.sendall(_encode(message) + b"\n")
 
     def receive(self, seconds: float, *kinds: type[T]) -> T:
@@ -136,9 +138,8 @@ class _Line:
 
         **Raises:** `TransportError` if it is not, or the other side refused or ended.
         """
-        self._socket.settimeout(seconds)
         try:
-            line = self._reader.readline(_LINE_BYTES)
+            line = self._line(time.monotonic() + seconds)
         except TimeoutError:
             raise TransportError(f"the other side said nothing for {seconds:.0f} s") from None
         except OSError as error:
@@ -147,13 +148,24 @@ class _Line:
             raise TransportError("the other side ended the connection")
         try:
             message = _decode(line)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             raise TransportError("what answers there is no `jaxrdma doctor --listen`") from None
         if isinstance(message, Refused):
             raise TransportError(message.text)
         if not isinstance(message, kinds):
             raise TransportError(f"it said {type(message).__name__}, which was not its turn")
         return message
+
+    def _line(self, deadline: float) -> bytes:
+        """Up to the next newline or the end, of bounded length; in time as a whole, however slowly it comes."""
+        while b"\n" not in self._received and len(self._received) < _LINE_BYTES:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self._socket.recv(4096)
+            if not data:
+                break
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return line
 
 
 def _proof(secret: str, who: str, nonces: bytes) -> bytes:

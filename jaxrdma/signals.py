@@ -5,18 +5,26 @@ interpreter does write a byte to the wake-up descriptor at once, though, and a t
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
 
 def do_nothing(number: int, frame: FrameType | None) -> None:
     """A handler that leaves the signal to a wake-up descriptor, which sees only signals with a Python handler."""
     del number, frame
+
+
+def see_signal(number: int) -> None:
+    """Let a watch see a signal that nobody handles here, and that would end the process. In the main thread alone."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(number) is signal.SIG_DFL:
+        signal.signal(number, do_nothing)
 
 
 class SignalWatch:
@@ -74,6 +82,32 @@ class SignalWatch:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Signal a child that was not waited for yet, if it has not ended.
+
+    Of a process that stands still any thread takes what is sent to the process as a whole. If that is not the main
+    thread, no sleep of a Python program ends by it.
+    """
+    # Of glibc since 2.30; a process's number is that of its main thread.
+    ctypes.CDLL(None).tgkill(pid, pid, number)
+
+
+def signal_together(processes: Sequence[Callable[[int], None]], number: int) -> None:
+    """Signal several processes as if at one moment: none sees what another does of it before it is signalled itself.
+
+    Otherwise the first tells the others, by the job's own ways, that it was interrupted, and they fail by that before
+    they are interrupted too. So they stand still until all have their signal. One that stood still before goes on.
+
+    **Arguments:**
+
+    - `processes`: for each, what sends it a signal, as `signal_main_thread` does.
+    - `number`: the signal.
+    """
+    for each in (signal.SIGSTOP, number, signal.SIGCONT):
+        for send in processes:
+            send(each)
 
 
 _OURS = "jaxrdma: "  # in the text of every error that comes out of a compiled program

@@ -6,6 +6,7 @@ A module of a subcommand has `DESCRIPTION`, `EPILOG`, `add_arguments(parser)` an
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("jaxrdma.cli.launch", "start servers and workers of a script on this machine"),
     "coordinator": ("jaxrdma.cli.coordinator", "run the coordinator of a job by hand"),
     "server": ("jaxrdma.cli.server", "run one server of a job by hand"),
+    "status": ("jaxrdma.cli.status", "show how a job is, process by process"),
+    "trace": ("jaxrdma.cli.trace", "show what the last steps waited for, and for whom"),
     "devices": ("jaxrdma.cli.devices", "show this machine's RDMA devices, and which is used"),
     "doctor": ("jaxrdma.cli.doctor", "check what this machine needs for RDMA, and say what to do"),
 }
@@ -69,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough, e.g. `head`; at exit Python would try to write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def make_console() -> "Console":

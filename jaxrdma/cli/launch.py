@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from jaxrdma.cluster import RESTORES, TRANSPORTS, VerbsSettings, jaxrdma_setting
 from jaxrdma.errors import ConfigError
 from jaxrdma.hosts import listen_address, parse_share
 from jaxrdma.launch import LaunchPlan, launch
+from jaxrdma.restarts import WORKER_RESTARTS
 
 DESCRIPTION = (
     "Start a coordinator, servers, and workers that run a script, and wait for the end of the job. All of them run on "
@@ -20,6 +22,7 @@ EPILOG = f"""examples:
   jaxrdma launch --servers 1 --workers 2 train.py --epochs 3
   jaxrdma launch --servers 2 --workers 2 --transport tcp --ordered -m my_package.train
   jaxrdma launch --workers 2 --checkpoint run1 --checkpoint-steps 1000 train.py   # again: goes on from the last
+  jaxrdma launch --workers 2 --checkpoint run1 --checkpoint-steps 1000 --restarts 3 train.py   # by itself, 3 times
 
 on two machines, of which the first is 10.0.0.1, in any order, with the same JAXRDMA_SECRET in both environments:
   jaxrdma launch --coordinator 10.0.0.1:7000 --servers 1 --workers 2 --here coordinator,server:0,worker:0 train.py
@@ -27,20 +30,31 @@ on two machines, of which the first is 10.0.0.1, in any order, with the same JAX
 
 Output lines carry the name of the process they come from. Standard input is empty for all. Ctrl-C reaches the workers
 first; nothing is left 3 seconds later. If one process fails, the others have 5 seconds to tell their own side of it.
-Of the environment, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_PARTITION_BYTES, JAXRDMA_ORDERED,
-JAXRDMA_TRANSPORT, JAXRDMA_SPIN_US, JAXRDMA_CHECKPOINT (_STEPS, _SECONDS, _KEEP, _RESTORE) and the settings of verbs
-(JAXRDMA_DEVICE, JAXRDMA_LINK_TIMEOUT, ...) reach every process. Servers never see a GPU.
+Of the environment, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_STALL_WARNING, JAXRDMA_STEP_TIMEOUT,
+JAXRDMA_PARTITION_BYTES, JAXRDMA_ORDERED, JAXRDMA_TRANSPORT, JAXRDMA_SPIN_US, JAXRDMA_CHECKPOINT (_STEPS, _SECONDS,
+_KEEP, _RESTORE) and the settings of verbs (JAXRDMA_DEVICE, JAXRDMA_LINK_TIMEOUT, ...) reach every process. Servers
+never see a GPU.
 
 With --checkpoint the same command, given again after whatever ended the job, goes on from the last checkpoint, also
 with another number of servers. All servers need one folder: on several machines, on a network file system.
 
+With --restarts N the launcher does that itself, at most N times: when a process of the job was killed, died, fell
+silent or raised an error, all end as they would without, and are started anew. Each finds in JAXRDMA_ATTEMPT which
+attempt it belongs to, from 0. Not started again is a job that somebody interrupted; whose processes differ, or whose
+settings, devices or checkpoints cannot be used; that a process left early; that is not complete, or over, in time.
+
+A worker whose loss the job bears, by its policy's on_loss, can be started again alone, while the others go on or wait:
+each up to --worker-restarts N times. If the others wait for one that is not started again, the job ends.
+
 On several machines: the totals are the same everywhere, and every process stands in exactly one --here. All have
 JAXRDMA_CONNECT_TIMEOUT to come. The secret comes from JAXRDMA_SECRET or a file, never from the command line, which
 others can read; without one, the coordinator must be at a loopback address. JAXRDMA_JOB gives the job another name.
-If a process fails, all on all machines end, and every launcher says whose fault it was.
+If a process fails that the job cannot do without (see on_loss of its policy), all on all machines end, and every
+launcher says whose fault it was. Give --restarts alike on every machine: each launcher starts its share again, and
+waits for the coordinator as at the first start.
 
 {EXIT_CODES}
-A process that fails first gives the launcher of its machine its own exit code."""
+A process that fails first gives the launcher of its machine its own exit code; with --restarts, in the last attempt."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="sum in the workers' order: the same bits on every run",
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        default=None,
+        help="print which server holds what of each model",
     )
     parser.add_argument(
         "--partition-bytes", type=int, metavar="N", help="upper bound of a partition"
@@ -76,6 +96,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=RESTORES,
         help="auto (default): go on from the newest; never: set what is there aside and begin anew; new-update: as "
         "auto, also with another update, if its state has the same arrays",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the job again, up to N times, when a process of it is lost; default: %(default)s",
+    )
+    parser.add_argument(
+        "--worker-restarts",
+        type=int,
+        metavar="N",
+        help="start a worker again, up to N times each, when the job bears its loss; default: "
+        f"{WORKER_RESTARTS} if its policy has on_loss='wait', else 0",
     )
     parser.add_argument(
         "--coordinator",
@@ -116,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
     given: dict[str, Any] = {
         "transport": args.transport,
         "ordered": args.ordered,
+        "show_plan": args.plan,
         "partition_bytes": args.partition_bytes,
         "checkpoint": None if args.checkpoint is None else str(Path(args.checkpoint).absolute()),
         "checkpoint_steps": args.checkpoint_steps,
@@ -124,7 +159,8 @@ def run(args: argparse.Namespace) -> int:
         "checkpoint_restore": args.checkpoint_restore,
     }
     several = args.coordinator is not None or args.here is not None
-    passed_on = [*given, "connect_timeout", "heartbeat_timeout", "spin_us"]
+    passed_on = [*given, "connect_timeout", "heartbeat_timeout", "stall_warning", "step_timeout"]
+    passed_on += ["spin_us"]
     if several:
         given["secret"] = read_secret(args.secret_file)
         passed_on += ["secret", "job"]
@@ -133,8 +169,34 @@ def run(args: argparse.Namespace) -> int:
     settings |= {name: value for name, value in given.items() if value is not None}
     verbs = {f.name: environment[f.name] for f in fields(VerbsSettings) if f.name in environment}
     settings["verbs"] = VerbsSettings(**verbs)
-    plan = LaunchPlan(args.servers, args.workers, tuple(command), settings)
+    _check_restarts(args.restarts, settings)
+    if args.worker_restarts is not None and args.worker_restarts < 0:
+        raise ConfigError(f"--worker-restarts {args.worker_restarts}: expected at least 0")
+    plan = LaunchPlan(
+        args.servers,
+        args.workers,
+        tuple(command),
+        settings,
+        restarts=args.restarts,
+        worker_restarts=args.worker_restarts,
+    )
     return launch(replace(plan, **_several(args)) if several else _alone(args, plan))
+
+
+def _check_restarts(restarts: int, settings: dict[str, Any]) -> None:
+    """Refuse what cannot go on, and say once what does not."""
+    if restarts < 0:
+        raise ConfigError(f"--restarts {restarts}: expected at least 0")
+    if restarts == 0:
+        return
+    if settings.get("checkpoint_restore") == "never":
+        raise ConfigError(
+            "--restarts with --checkpoint-restore never: each attempt would set aside what the one before it has "
+            "saved. Give --checkpoint another folder instead"
+        )
+    if "checkpoint" not in settings:
+        text = "jaxrdma: --restarts without --checkpoint: each attempt begins at step 0 again"
+        print(text, file=sys.stderr, flush=True)
 
 
 def _several(args: argparse.Namespace) -> dict[str, Any]:

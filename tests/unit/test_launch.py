@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from jaxrdma.cli import main
 from jaxrdma.cluster import ClusterSpec
+from jaxrdma.control import ControlClient, Failed
 from jaxrdma.launch import Lines, Screen, kill_sessions, server_environment, worker_environment
 from tests.cluster.job import free_address
 
 SPEC = ClusterSpec("127.0.0.1:7", "worker", 0, 1, 1, secret="s")
 
-# The control half of a worker, in the place of a training script. argv: what worker 1 does.
+# The control half of a worker, in the place of a training script. argv: what worker 1 does, in the first attempt and in
+# those that follow: "killed,good".
 WORKER = """
 import os, signal, subprocess, sys, time
 from jaxrdma.cluster import ClusterSpec
@@ -32,7 +34,8 @@ from jaxrdma.control import ControlClient, Failed
 from jaxrdma.errors import JaxRdmaError
 
 spec = ClusterSpec.from_environment()
-what = sys.argv[1]
+deeds = sys.argv[1].split(",")
+what = deeds[min(spec.attempt, len(deeds) - 1)]
 if what == "stubborn":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -42,6 +45,8 @@ client = ControlClient(spec, spec.role, spec.index, 1)
 child = subprocess.Popen(["sleep", "100"])  # as a data loader would be
 try:
     client.join()
+    print("files", len(os.listdir(f"/proc/{os.getppid()}/fd")), flush=True)
+    print("attempt", os.environ["JAXRDMA_ATTEMPT"], spec.job, spec.secret, flush=True)
     print("joined", spec.index, child.pid, flush=True)
     print("to stderr", file=sys.stderr, flush=True)
     if spec.index == 1:
@@ -50,6 +55,10 @@ try:
         if what == "raises and stays":
             client.send(Failed("raised", "ValueError: x"))
             time.sleep(60)
+        if what == "unfit":
+            client.send(Failed("config", "PlanError: x"))
+            client.close()
+            sys.exit(3)
         if what == "raises":
             client.send(Failed("raised", "ValueError: x"))
             client.close()
@@ -73,14 +82,58 @@ finally:
     client.close()
 """
 
+# Another, whose job bears its loss. argv: on_loss, and what worker 1 does in each of its lives: "killed,good".
+LASTING_WORKER = """
+import os, secrets, signal, sys, time
+from pathlib import Path
+from jaxrdma.cluster import ClusterSpec
+from jaxrdma.control import ControlClient, Failed, FlowProposal, FlowStart, MemberLeft
+from jaxrdma.policy import Async, to_wire
+
+spec = ClusterSpec.from_environment()
+deeds = sys.argv[2].split(",")
+lives = Path(__file__).with_name(f"lives of {spec.index}")
+with lives.open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+life = len(lives.read_text().splitlines()) - 1
+deed = deeds[min(life, len(deeds) - 1)] if spec.index == 1 else "good"
+if deed == "early":
+    sys.exit(5)
+with ControlClient(spec, spec.role, spec.index, secrets.randbits(60)) as client:
+    client.join()
+    policy = to_wire(Async(on_loss=sys.argv[1]).complete(spec.num_workers))
+    client.send(FlowProposal(0, [], "d", "update", policy, "u"))
+    client.wait(lambda message: isinstance(message, FlowStart), 60)
+    print("life", life, flush=True)
+    if deed == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if deed == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if deed == "unfit":
+        client.send(Failed("config", "PlanError: x"))
+        client.close()
+        sys.exit(3)
+    if spec.index == 0:
+        client.wait(lambda message: isinstance(message, MemberLeft), 60)
+    client.leave(0)
+"""
+
 # The control half of a server.
 SERVER = """
 import sys
-from jaxrdma.control import Admitting, ControlClient, Shutdown
+from jaxrdma.control import (
+    Admitting, AdmitWorker, ControlClient, FlowAgreed, FlowReady, Shutdown, WorkerAdmitted
+)
 from jaxrdma.errors import JaxRdmaError
 
-def run_server(spec, listen):
-    client = ControlClient(spec, "server", spec.index, 1)
+def run_server(spec, listen, metrics):
+    def answer(message):
+        if isinstance(message, FlowAgreed):
+            client.send(FlowReady(message.flow, holds=False))
+        if isinstance(message, AdmitWorker):
+            client.send(WorkerAdmitted(message.index, message.incarnation))
+
+    client = ControlClient(spec, "server", spec.index, 1, on_message=answer)
     try:
         client.join()
         client.send(Admitting("127.0.0.1:1"))
@@ -110,6 +163,7 @@ sys.meta_path.insert(0, Finder)
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
     (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "lasting.py").write_text(LASTING_WORKER)
     (tmp_path / "fake_server.py").write_text(SERVER)
     (tmp_path / "sitecustomize.py").write_text(SITE.format(path=str(tmp_path / "fake_server.py")))
     return tmp_path
@@ -137,6 +191,10 @@ class Launched:
             assert line, "".join(self.lines) + self.process.stderr.read()
             self.lines.append(line)
 
+    def errors_until(self, text: str) -> None:
+        while text not in (line := self.process.stderr.readline()):
+            assert line, "".join(self.lines)
+
     def end(self, timeout: float = 30) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, "".join(self.lines) + out, err
@@ -157,6 +215,20 @@ def launch(no_leftovers: None, scripts: Path) -> Iterator:
             launched.process.wait()
         for pipe in (launched.process.stdout, launched.process.stderr):
             pipe.close()
+
+
+def wait_for_worker(launcher: int, index: str) -> psutil.Process:
+    """The worker `index` of a launcher, once it is there."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for child in psutil.Process(launcher).children():
+            env = child.environ()
+            if (env.get("JAXRDMA_ROLE"), env.get("JAXRDMA_INDEX")) == ("worker", index) and (
+                "worker.py" in " ".join(child.cmdline())
+            ):
+                return child
+        time.sleep(0.02)
+    raise AssertionError(f"worker {index} was not started")
 
 
 def two(scripts: Path, what: str) -> list[str]:
@@ -324,7 +396,7 @@ def test_ctrl_c_at_one_launcher_ends_both(launch_both):
     assert second.end(5)[0] == 130
     code, _, err = first.end()
     assert code == 1
-    assert re.search("the job failed: worker 1 .*ended", last_line(err)), err
+    assert re.search(r"the job failed: launcher \(.*was: ended by SIGINT", last_line(err)), err
 
 
 @cluster_test
@@ -352,6 +424,220 @@ def test_a_coordinator_that_is_killed_ends_the_other_launchers(launch_both):
     assert code == 1
     assert re.search("the job failed: the coordinator at .* is lost", last_line(err)), err
     assert first.end()[0] == 128 + signal.SIGKILL
+
+
+# --- jobs that are started again ---
+
+
+def attempts(out: str) -> list[tuple[str, ...]]:
+    """Number, job name and secret of each attempt, as its workers know them."""
+    return sorted(set(re.findall(r"\| attempt (\d+) (\S+) ?(\S*)", out)))
+
+
+def last_words(err: str) -> list[str]:
+    """What the launcher itself said."""
+    return [line for line in err.splitlines() if line.startswith("jaxrdma: ")]
+
+
+@cluster_test
+def test_a_job_whose_worker_is_killed_is_started_again_as_another_job(launch, scripts):
+    code, out, err = launch("--restarts", "2", *two(scripts, "killed,raises,good")).end(50)
+    assert code == 0, out + err
+    assert [line.partition("; worker 1 (")[0] for line in last_words(err)] == [
+        "jaxrdma: --restarts without --checkpoint: each attempt begins at step 0 again",
+        "jaxrdma: worker 1 failed first: killed by SIGKILL",
+        "jaxrdma: worker 1 failed first: ended with exit code 3",
+    ]
+    for number in (1, 2):
+        assert last_words(err)[number].endswith(f"; starting again: attempt {number + 1} of 3")
+    first, second, third = attempts(out)
+    assert (first[0], second[0], third[0]) == ("0", "1", "2")
+    assert len({*first, *second, *third}) == 9, "a name and a secret were used twice"
+
+
+@cluster_test
+def test_when_the_restarts_are_used_up_the_last_attempt_gives_the_code(launch, scripts):
+    code, out, err = launch("--restarts", "1", *two(scripts, "killed,raises")).end(50)
+    assert code == 3, err
+    assert [number for number, *_ in attempts(out)] == ["0", "1"]
+    assert last_words(err)[-1].endswith("ValueError: x; attempt 2 of 2 was the last")
+
+
+@cluster_test
+def test_what_would_fail_again_is_not_started_again(launch, scripts):
+    code, out, err = launch("--restarts", "5", *two(scripts, "unfit")).end()
+    assert code == 3, err
+    assert [number for number, *_ in attempts(out)] == ["0"]
+    assert last_words(err)[-1].endswith("not started again, for the same settings would fail again")
+
+
+@cluster_test
+def test_a_signal_in_a_second_attempt_ends_the_job(launch, scripts):
+    launched = launch("--restarts", "5", *two(scripts, "killed,waits"))
+    launched.until("attempt 1", 2)
+    launched.until("joined", 4)
+    begin = time.monotonic()
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.end()
+    assert (code, last_line(err)) == (130, "jaxrdma: ended by SIGINT")
+    assert time.monotonic() - begin < 3
+
+
+@cluster_test
+def test_nothing_outlives_a_launcher_that_is_killed_in_a_second_attempt(launch, scripts):
+    launched = launch("--restarts", "1", *two(scripts, "killed,stubborn"))
+    launched.until("joined", 4)
+    launched.process.kill()
+    launched.process.communicate(timeout=5)  # the pipes end; and `no_leftovers` looks for processes
+
+
+@cluster_test
+def test_an_attempt_leaves_no_file_open(launch, scripts):
+    code, out, err = launch("--restarts", "2", *two(scripts, "killed")).end(50)
+    assert code == 137, err
+    counts = [int(count) for count in re.findall(r"worker 1 +\| files (\d+)", out)]
+    assert len(counts) == 3 and max(counts) <= counts[0], counts
+
+
+@cluster_test
+@pytest.mark.parametrize("late", [False, True], ids=["both", "one-comes-later"])
+def test_launchers_of_one_job_start_their_shares_again(launch, scripts, late):
+    arguments = ("--restarts", "2", "--coordinator", free_address(), *two(scripts, "killed,good"))
+    first = launch("--here", "coordinator,server:0,worker:1", *arguments)
+    if late:
+        # In the first attempt it is not there yet: worker 1 is killed as it waits for worker 0.
+        child = first.process.pid
+        victim = wait_for_worker(child, "1")
+        victim.kill()
+        first.errors_until("starting again: attempt 2 of 3")
+    second = launch("--here", "worker:0", *arguments)
+    ended = first.end(50), second.end(50)
+    assert [code for code, *_ in ended] == [0, 0], ended
+    (one, other) = (attempts(out)[-1] for _, out, _ in ended)
+    assert one == other and one[0] == "1", "of the same attempt, under the same name"
+    if late:
+        assert "the coordinator is at attempt 2 of the job, and so is this machine" in ended[1][2]
+    else:
+        assert last_words(ended[1][2])[-1].endswith("; starting again: attempt 2 of 3")
+
+
+@cluster_test
+def test_a_launcher_that_comes_as_the_job_fails_waits_for_the_attempt_after(launch, scripts):
+    address = free_address()
+    spec = ClusterSpec(address, "worker", 0, 2, 1, attempt=3)
+    arguments = ["--listen", address, "--workers", "2", "--servers", "1"]
+    coordinator = subprocess.Popen(
+        [sys.executable, "-m", "jaxrdma", "coordinator", *arguments],
+        env=dict(os.environ) | {"JAXRDMA_ATTEMPT": "3"},
+        stderr=subprocess.DEVNULL,
+    )
+    with ControlClient(spec, "worker", 0, 1) as client:  # while it stays, so does the coordinator
+        client.reach()
+        client.send(Failed("raised", "ValueError: x"))
+        options = ("--restarts", "9", "--coordinator", address, "--here", "worker:1")
+        launched = launch(*options, *two(scripts, "good"))
+        launched.errors_until("ValueError: x; starting again: attempt 5 of 10")
+        launched.process.terminate()
+        assert launched.end()[0] == 143
+    assert coordinator.wait(10) == 1
+
+
+@cluster_test
+def test_an_interrupted_launcher_is_no_reason_for_the_others_to_start_again(launch, scripts):
+    arguments = ("--restarts", "2", "--coordinator", free_address(), *two(scripts, "waits"))
+    first = launch("--here", "coordinator,server:0,worker:0", *arguments)
+    second = launch("--here", "worker:1", *arguments)
+    first.until("joined")
+    second.until("joined")
+    second.process.send_signal(signal.SIGTERM)
+    assert second.end(5)[0] == 143
+    code, _, err = first.end()
+    assert code == 1
+    assert last_line(err).endswith("ended by SIGTERM; not started again, for somebody ended it")
+
+
+# --- workers that are started again ---
+
+
+def lasting(scripts: Path, on_loss: str, deeds: str) -> list[str]:
+    return ["--workers", "2", "--servers", "1", str(scripts / "lasting.py"), on_loss, deeds]
+
+
+@cluster_test
+def test_a_worker_that_is_waited_for_is_started_again(launch, scripts):
+    # Also if it ends before anybody but the launcher knows of it.
+    code, out, err = launch(*lasting(scripts, "wait", "killed,early,killed,good")).end(50)
+    assert code == 0, out + err
+    assert last_words(err) == [
+        "jaxrdma: worker 1 killed by SIGKILL; starting it again, 1 of 3",
+        "jaxrdma: worker 1 ended with exit code 5; starting it again, 2 of 3",
+        "jaxrdma: worker 1 killed by SIGKILL; starting it again, 3 of 3",
+    ]
+    assert re.findall(r"worker 1 +\| life (\d)", out) == ["0", "2", "3"]
+    assert re.findall(r"worker 0 +\| life (\d)", out) == ["0"]
+
+
+@cluster_test
+@pytest.mark.parametrize(
+    ("options", "deeds", "code", "why"),
+    [
+        (["--worker-restarts", "1"], "killed", 137, "that was done 1 times of 1"),
+        (["--worker-restarts", "0"], "killed", 137, "that was done 0 times of 0"),
+        ([], "unfit", 3, "for the same settings would fail again"),
+    ],
+)
+def test_a_job_ends_that_waits_for_a_worker_which_does_not_come(
+    launch, scripts, options, deeds, code, why
+):
+    begin = time.monotonic()
+    ended = launch(*options, *lasting(scripts, "wait", deeds)).end(50)
+    assert ended[0] == code, ended
+    assert re.fullmatch(
+        f"jaxrdma: worker 1 failed first: .*; worker 1 was lost: not started again, {why}",
+        last_words(ended[2])[-1],
+    ), ended[2]
+    assert time.monotonic() - begin < 20
+
+
+@cluster_test
+def test_who_can_be_spared_is_started_again_only_if_asked_for(launch, scripts):
+    code, out, err = launch(*lasting(scripts, "shrink", "good")).end()
+    assert (code, last_words(err)) == (0, []), out + err
+    (scripts / "lives of 1").unlink()
+    asked = ("--worker-restarts", "2", *lasting(scripts, "shrink", "killed,good"))
+    code, out, err = launch(*asked).end()
+    assert (code, len(last_words(err))) == (0, 1), out + err
+    assert re.findall(r"worker 1 +\| life (\d)", out) == ["0", "1"]
+
+
+@cluster_test
+def test_a_worker_that_stands_still_ends_before_another_takes_its_place(
+    launch, scripts, monkeypatch
+):
+    monkeypatch.setenv("JAXRDMA_HEARTBEAT_TIMEOUT", "2")
+    code, out, err = launch(*lasting(scripts, "wait", "stopped,good")).end(50)
+    assert code == 0, out + err
+    assert "jaxrdma: worker 1 killed by SIGKILL; starting it again, 1 of 3" in last_words(err)
+
+
+@cluster_test
+def test_on_two_machines_a_worker_is_started_again_on_its_own(launch, scripts):
+    address = free_address()
+
+    def start(here: str, *options: str):
+        place = ("--here", here, "--coordinator", address)
+        return launch(*place, *options, *lasting(scripts, "wait", "killed"))
+
+    first, second = (
+        start("coordinator,server:0,worker:0"),
+        start("worker:1", "--worker-restarts", "1"),
+    )
+    (code, _, err), (code_1, out_1, err_1) = first.end(50), second.end(50)
+    assert (code, code_1) == (1, 137), err + err_1
+    assert re.findall(r"worker 1 +\| life (\d)", out_1) == ["0", "1"]
+    why = "worker 1 was lost: not started again, that was done 1 times of 1"
+    assert re.search(rf"the job failed: launcher \(.*\) reports: {why}", last_line(err)), err
+    assert last_line(err_1) == f"jaxrdma: worker 1 failed first: killed by SIGKILL; {why}"
 
 
 # --- signals ---
@@ -443,6 +729,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launch, scripts):
 # --- command line ---
 
 HERE = ("launch", "--coordinator", "127.0.0.1:7", "--here")
+NEVER = ("launch", "--checkpoint", "d", "--checkpoint-restore", "never")
 
 
 @pytest.mark.parametrize(
@@ -453,6 +740,9 @@ HERE = ("launch", "--coordinator", "127.0.0.1:7", "--here")
         (["launch", "--workers", "0", __file__], "num_workers is 0"),
         (["launch", "--servers", "0", __file__], "num_servers is 0"),
         (["launch", "--partition-bytes", "1", __file__], "partition_bytes is 1"),
+        (["launch", "--restarts", "-1", __file__], "--restarts -1: expected at least 0"),
+        (["launch", "--worker-restarts", "-1", __file__], "--worker-restarts -1: expected at"),
+        ([*NEVER, "--restarts", "1", __file__], "Give --checkpoint another folder"),
         (["launch", "--here", "worker:0", __file__], "--here needs --coordinator HOST:PORT"),
         (["launch", "--coordinator", "127.0.0.1:7", __file__], "--coordinator needs --here"),
         (["launch", "--listen", "127.0.0.1", __file__], "--listen is for a job on several"),

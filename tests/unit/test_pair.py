@@ -1,5 +1,6 @@
 """Two machines as a pair: what fits and what does not, and a real visit over loopback."""
 
+import contextlib
 import dataclasses
 import ipaddress
 import json
@@ -8,6 +9,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +19,7 @@ from msgspec.structs import replace
 from jaxrdma import devices, pair
 from jaxrdma.cluster import VerbsSettings
 from jaxrdma.doctor import FAILED, OK, WARNING
+from jaxrdma.errors import TransportError
 from jaxrdma.pair import Side
 from jaxrdma.transport import Place
 
@@ -155,9 +159,11 @@ def test_who_does_not_know_the_secret_is_sent_away_and_the_next_one_awaited(list
         assert code == 1
         assert "secrets of the two machines differ" in checks["secret"]["found"]
         assert "JAXRDMA_SECRET" in checks["secret"]["advice"]
-    with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        assert b"refused" not in stranger.makefile("rb").read()
+    for word in (b"GET / HTTP/1.0\r\n\r\n", b'{"type":"\xff"}\n', b"[" * 100_000):
+        with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
+            stranger.sendall(word)
+            with contextlib.suppress(ConnectionResetError):  # of what was not read
+                assert b"refused" not in stranger.makefile("rb").read()
     if not devices.kernel_devices():
         code, checks = visit(listener.port)
         assert code == 1  # no devices: said of both, and the way there is measured all the same
@@ -167,7 +173,26 @@ def test_who_does_not_know_the_secret_is_sent_away_and_the_next_one_awaited(list
         code, _, err = listener.end()
         assert code == 1
         assert err.count("it does not know the secret") == 2
-        assert "no `jaxrdma doctor" in err
+        assert err.count("no `jaxrdma doctor") == 3
+
+
+def test_a_message_that_trickles_is_not_awaited_longer_than_one_that_does_not_come():
+    ours, theirs = socket.socketpair()
+    done = threading.Event()
+
+    def trickle() -> None:
+        while not done.wait(0.05):
+            theirs.sendall(b" ")
+
+    thread = threading.Thread(target=trickle)
+    with ours, theirs:
+        thread.start()
+        begin = time.monotonic()
+        with pytest.raises(TransportError, match="said nothing for"):
+            pair._Line(ours).receive(0.4, pair.Knock)
+        assert time.monotonic() - begin < 20
+        done.set()
+        thread.join()
 
 
 def test_a_listener_that_does_not_know_the_secret_is_not_believed():

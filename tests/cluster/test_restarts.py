@@ -1,0 +1,211 @@
+"""Whatever process of a job is killed: `jaxrdma launch --restarts` goes on from the last checkpoint by itself.
+
+With the bits of a run that nothing interrupted, and at most the interval between two checkpoints lost.
+"""
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.cluster.job import PATIENCE, SCRIPTS, TRANSPORT, Job, free_address
+from tests.cluster.scripts import recover
+from tests.cluster.test_checkpoint import steps_in
+from tests.cluster.test_numbers import results
+
+LAUNCHER = "launcher"  # its name among the processes of a `Job`
+DELEGATE = "jaxrdma.delegate"
+FIRST, SECOND = "coordinator,server:0,worker:0", "server:1,worker:1"  # launchers, by their shares
+VICTIMS = {
+    "chief": "worker 0",
+    "worker": "worker 1",
+    "server": "server 0",
+    "coordinator": "coordinator",
+}
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What one restart cost.
+
+    - `killed`: the last step that was done before.
+    - `began`: the step that the next attempt went on from.
+    - `seconds`: from the kill until the workers had their parameters again.
+    """
+
+    killed: int
+    began: int
+    seconds: float
+
+    @property
+    def lost(self) -> int:
+        return self.killed - self.began
+
+
+def launch(
+    job: Job,
+    *options: object,
+    until: int,
+    pause: float,
+    launcher: str = LAUNCHER,
+    on_loss: tuple[str, ...] = (),
+) -> None:
+    """Start `job` by a launcher, with checkpoints, and `options` of `jaxrdma launch`."""
+    command = ("-m", "jaxrdma", "launch", "--servers", job.servers, "--workers", job.workers)
+    settings = ("--ordered", "--partition-bytes", 256, "--transport", TRANSPORT)
+    checkpoints = ("--checkpoint", job.folder / "checkpoints")
+    script = (SCRIPTS / "recover.py", job.folder / "out", until, pause, *on_loss)
+    words = (*command, *settings, *checkpoints, *options, *script)
+    job.spawn(launcher, [str(word) for word in words], dict(os.environ))
+
+
+def find(job: Job, name: str, attempt: int, launcher: str = LAUNCHER) -> psutil.Process:
+    """A process of the job, by its name."""
+    role, _, index = name.partition(" ")
+    for process in psutil.Process(job.pid(launcher)).children():
+        env = process.environ()
+        if env.get("JAXRDMA_ATTEMPT") != str(attempt):
+            continue
+        if name in process.cmdline():  # the coordinator, or the module of the delegate
+            return process
+        if DELEGATE in process.cmdline():
+            continue
+        if (env.get("JAXRDMA_ROLE"), env.get("JAXRDMA_INDEX")) == (role, index):
+            return process
+    pytest.fail(f"there is no {name} in attempt {attempt}\n{job.outputs()}")
+
+
+def said_in(job: Job, attempt: int, launcher: str = LAUNCHER) -> str:
+    """What was printed from the first step of an attempt on, until the launcher said that it had failed."""
+    begin = f"attempt {attempt} begins at "
+    return job.output(launcher).partition(begin)[2].partition("starting again: ")[0]
+
+
+def steps_done(text: str) -> int:
+    """The last step that a worker said it had done; -1 if none has."""
+    return max(map(int, re.findall(r"^worker \d+ +\| step (\d+)$", text, re.MULTILINE)), default=-1)
+
+
+def wait_until(job: Job, what: str, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60 * PATIENCE
+    while not holds():
+        ended = any(process.poll() is not None for process in job.processes.values())
+        if ended or time.monotonic() > deadline:
+            pytest.fail(f"waited for {what}\n{job.outputs()}")
+        # A file has no completion to wait for.
+        time.sleep(0.01)
+
+
+def wait_for_step(job: Job, attempt: int, step: int, launcher: str = LAUNCHER) -> None:
+    def done() -> bool:
+        return steps_done(said_in(job, attempt, launcher)) >= step
+
+    wait_until(job, f"step {step} of attempt {attempt}", done)
+
+
+def kill_and_recover(job: Job, victim: str, attempt: int, step: int, saved: int = 0) -> Recovery:
+    """Kill a process of this attempt (from 0) once a worker has done `step`; the next one must say whom it is about.
+
+    `saved`: the step of a checkpoint that must be on the disk by then.
+    """
+    folder = job.folder / "checkpoints"
+    wait_for_step(job, attempt, step)
+    wait_until(job, f"a checkpoint of {saved}", lambda: max(steps_in(folder), default=0) >= saved)
+    whole = max(steps_in(folder), default=0)
+    find(job, victim, attempt).kill()
+    begin = time.monotonic()
+    text = job.wait_for_output(LAUNCHER, f"attempt {attempt + 1} begins at step ")
+    seconds = time.monotonic() - begin
+    blame = (
+        rf"^jaxrdma: {victim} failed first: killed by SIGKILL; (.*)starting again: attempt (\d+)"
+    )
+    told = re.findall(blame, text, re.MULTILINE)[-1]
+    assert told[1] == str(attempt + 2), text
+    assert victim == "coordinator" or re.match(rf"{victim} \(.*\) died: ", told[0]), text
+    began = int(re.findall(rf"attempt {attempt + 1} begins at step (\d+)", text)[0])
+    assert began >= whole, f"the checkpoint of step {whole} was on the disk\n{text}"
+    return Recovery(steps_done(said_in(job, attempt)), began, seconds)
+
+
+def check_numbers(job: Job, until: int) -> None:
+    """All ended well, with the bits of a run that nothing interrupted."""
+    job.succeed(60)
+    expected = recover.reference(job.workers, until)
+    for worker in range(job.workers):
+        for a, b in zip(results(job.folder / "out", worker), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def recover_at_random_step(job: Job, victim: str, chance: random.Random) -> Recovery:
+    """One process is killed at any step of a job, which must end well, with the right bits."""
+    interval, until = 5, 60
+    options = ("--checkpoint-steps", interval, "--restarts", 1)
+    launch(job, *options, until=until, pause=0.05 * PATIENCE)
+    recovery = kill_and_recover(job, victim, 0, chance.randrange(1, until - 5))
+    # What was done while a checkpoint was being written is lost too, if that did not end.
+    assert 0 <= recovery.lost < 2 * interval, job.outputs()
+    check_numbers(job, until)
+    return recovery
+
+
+def recover_on_two_machines(job: Job) -> float:
+    """Two launchers share a job, as on two machines, and lose a part of it after the other.
+
+    **Returns:** the seconds from the first loss to the end of the job, which must have the right bits.
+    """
+    interval, address = 4, free_address()
+    victims = ((FIRST, "coordinator"), (SECOND, "worker 1"), (SECOND, DELEGATE), (SECOND, ""))
+    until = interval * (len(victims) + 2)
+
+    def start(share: str, launcher: str) -> None:
+        options = ("--coordinator", address, "--here", share, "--restarts", len(victims))
+        launch(
+            job,
+            *("--checkpoint-steps", interval, *options),
+            until=until,
+            pause=0.1 * PATIENCE,
+            launcher=launcher,
+        )
+
+    for share in (FIRST, SECOND):
+        start(share, share)
+    begin = 0.0
+    for attempt, (launcher, victim) in enumerate(victims):
+        step = interval * (attempt + 1) + 2
+        for share in (FIRST, SECOND):
+            wait_for_step(job, attempt, step, share)
+        begin = begin or time.monotonic()
+        if victim:
+            find(job, victim, attempt, launcher).kill()
+        else:
+            job.kill(launcher)
+            job.processes.pop(launcher).wait()
+            # As somebody does by hand, who knows nothing of attempts.
+            start(launcher, "again")
+    last = f"attempt {len(victims) + 1} of"
+    job.wait_for_output(FIRST, f"starting again: {last} {len(victims) + 1}")
+    job.wait_for_output("again", f"jaxrdma: the coordinator is at {last} the job")
+    check_numbers(job, until)
+    return time.monotonic() - begin
+
+
+@pytest.mark.timeout(200)  # it starts five times
+def test_a_job_survives_the_loss_of_each_of_its_processes(make_job: Callable[..., Job]) -> None:
+    job, interval = make_job(1, 2), 4
+    options = ("--checkpoint-steps", interval, "--restarts", len(VICTIMS))
+    until = interval * (len(VICTIMS) + 1)
+    launch(job, *options, until=until, pause=0.1 * PATIENCE)
+    for attempt, victim in enumerate(VICTIMS.values()):
+        saved = interval * (attempt + 1)
+        recovery = kill_and_recover(job, victim, attempt, saved + 2, saved)
+        assert 0 <= recovery.lost <= interval, job.outputs()
+    check_numbers(job, until)
+    output = job.output(LAUNCHER)
+    assert f"starting again: attempt {len(VICTIMS) + 1} of {len(VICTIMS) + 1}" in output
+    assert "is not saved" not in output
