@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from jaxrdma.errors import ConfigError as ConfigError
     from jaxrdma.errors import ConnectError as ConnectError
     from jaxrdma.errors import JaxRdmaError as JaxRdmaError
+    from jaxrdma.errors import JobEndedError as JobEndedError
     from jaxrdma.errors import MismatchError as MismatchError
     from jaxrdma.errors import PeerFailedError as PeerFailedError
     from jaxrdma.errors import PlanError as PlanError
     from jaxrdma.errors import StepError as StepError
     from jaxrdma.errors import TransportError as TransportError
     from jaxrdma.errors import UpdateError as UpdateError
+    from jaxrdma.follower import Follower as Follower
+    from jaxrdma.follower import Snapshot as Snapshot
+    from jaxrdma.follower import follow as follow
     from jaxrdma.local import local_cluster as local_cluster
     from jaxrdma.policy import Async as Async
     from jaxrdma.policy import BoundedStaleness as BoundedStaleness
@@ -41,12 +45,16 @@ _HOME = {
     "ConfigError": "errors",
     "ConnectError": "errors",
     "JaxRdmaError": "errors",
+    "JobEndedError": "errors",
     "MismatchError": "errors",
     "PeerFailedError": "errors",
     "PlanError": "errors",
     "StepError": "errors",
     "TransportError": "errors",
     "UpdateError": "errors",
+    "Follower": "follower",
+    "Snapshot": "follower",
+    "follow": "follower",
     "local_cluster": "local",
     "Async": "policy",
     "BoundedStaleness": "policy",

@@ -186,6 +186,12 @@ class Aggregation:
         """Whether the job has ended by a `Fail`."""
         return self._failed
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether no step can end before somebody has come back whose place is kept."""
+        members = len(self._members)
+        return self._missing > 0 and members - self._missing < self._policy.quorum(members)
+
     def members(self) -> list[Life]:
         """The members of the epoch, by index."""
         return sorted((r.index, r.incarnation) for r in self._members.values())
@@ -318,6 +324,11 @@ class Aggregation:
                 text = f"gradient number {r.next} of {who} has not landed whole on {where}"
             awaited.append(Awaited(index, self._version, text))
         return awaited
+
+    def awaits_others(self, replica: int) -> bool:
+        """Whether the open exchange of a replica is answered only after a mean that still lacks gradients."""
+        r = self._members.get(replica)
+        return r is not None and r.awaits is not None and r.awaits > self._version
 
     def _is_over(self, r: _Replica | None, replica: int, incarnation: int, why: Why) -> bool:
         """Whether that life is not `r`. Then it ends before it has begun here, and cannot join any more."""

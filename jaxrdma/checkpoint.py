@@ -49,6 +49,7 @@ ALIGN_BYTES = 64  # a cache line
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{9,})")
+_SHARD = re.compile(r"server-\d{3,9}-of-\d{3,9}\.shard")
 _DAMAGED = "damaged-"
 _PARAMETERS = -1
 _CURE = "give another directory, or --checkpoint-restore never, which sets these checkpoints aside and begins anew"
@@ -347,6 +348,11 @@ def find(model: Path) -> tuple[list[Manifest], list[str]]:
             if manifest.step != step:
                 raise DamagedError(f"{folder / MANIFEST} is of step {manifest.step}")
             for shard in manifest.shards:
+                # The checksums do not keep out anybody who may write here: no file elsewhere is read for a name.
+                if not _SHARD.fullmatch(shard.name) or shard.index_bytes > shard.bytes:
+                    raise DamagedError(
+                        f"{folder / MANIFEST} names {shard.name!r}, which is no shard"
+                    )
                 _check_length(folder / shard.name, shard.bytes)
         except DamagedError as error:
             damaged.append(str(error))
@@ -370,7 +376,7 @@ def _read_manifest(path: Path) -> Manifest | None:
         version: dict[str, Any] = msgspec.json.decode(content)
         if version["format"] == FORMAT:
             return msgspec.json.decode(content, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from None
     raise MismatchError(
         f"{path} has format {version['format']}, of jaxrdma {version.get('release')}; this is jaxrdma {VERSION}, which "
@@ -532,7 +538,7 @@ class _ShardReader:
                 raise DamagedError(f"the index of {path} has other bytes than were written")
             try:
                 self.index = msgspec.msgpack.decode(data, type=_Index)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise DamagedError(f"the index of {path} cannot be read: {error}") from None
         except BaseException:
             self.close()

@@ -4,6 +4,7 @@ import difflib
 import ipaddress
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,7 @@ from typing import Any, cast
 
 from jaxrdma.errors import ConfigError
 
-ROLES = ("worker", "server")
+ROLES = ("worker", "server")  # those that a job is made of; beside them, followers come and go
 TRANSPORTS = ("auto", "tcp", "verbs")
 RESTORES = ("auto", "never", "new-update")
 
@@ -19,6 +20,7 @@ RESTORES = ("auto", "never", "new-update")
 MOST_DEVICES = 4
 
 _PREFIX = "JAXRDMA_"
+_FAULT = r"(worker|server) \d+: [a-z]+ [1-9]\d*( \d+)?"
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,12 @@ _VERBS_BOUNDS: dict[str, tuple[float, float]] = {
     "link_timeout": (0, 86400),
 }
 
+# Signs of life of who rests are half of it apart, and cost the more the shorter it is.
+HEARTBEAT_TIMEOUT = 15.0
+# Nobody looks at a warning sooner. And who evaluates for longer than the deadline while others wait may raise it.
+STALL_WARNING = 30.0
+STEP_TIMEOUT = 1800.0
+
 
 @dataclass(frozen=True)
 class ClusterSpec:
@@ -93,15 +101,25 @@ class ClusterSpec:
 
     - `coordinator`: "host:port" at which the coordinator listens.
     - `role`, `index`: who this process is; indices count from 0 within a role.
-    - `num_workers`, `num_servers`: the size of the job.
+    - `num_workers`, `num_servers`: the size of the job. A follower is told all of these when it comes.
     - `secret`: shared by the processes of a job. May be empty on loopback only.
     - `job`: the job's name, so that two jobs never mix.
+    - `attempt`: which start of the job this is, from 0; processes of two attempts never mix.
     - `transport`: "tcp", "verbs", or "auto": verbs if every process of the job can, else tcp.
     - `connect_timeout`: seconds until a start-up that is not complete is an error.
     - `heartbeat_timeout`: seconds of silence after which a process counts as lost.
+    - `stall_warning`: seconds in one step after which it is said who waits for whom. Of the coordinator.
+    - `step_timeout`: seconds in one step after which the job fails, with the same text. Of the coordinator.
     - `partition_bytes`: upper bound of a partition.
     - `ordered`: sum gradients in the order of the workers, for the same bits on every run.
+    - `show_plan`: worker 0 prints where each leaf of a model lies.
+    - `trace_dir`: the folder for what this process recorded last, written on SIGUSR1 and when it or the job fails.
+      `None`: nothing is written.
+    - `metrics`: "port", on loopback, or "host:port", at which the coordinator answers Prometheus; server i does at a
+      port that is higher by i + 1. `None`: nobody does.
     - `spin_us`: how long a progress thread polls before it sleeps, in microseconds. `None`: the engine's own choice.
+    - `fault`: for drills, what shall go wrong in the transport of one process: "worker 1: lost 40" loses the 40th write
+      of data by worker 1. `None`: nothing.
     - `checkpoint`: the folder of the job's checkpoints; all servers reach it by this path. `None`: there are none.
     - `checkpoint_steps`, `checkpoint_seconds`: save every so many steps, every so many seconds; and at the job's end.
     - `checkpoint_keep`: so many are kept of each model.
@@ -117,12 +135,19 @@ class ClusterSpec:
     num_servers: int
     secret: str = field(default="", repr=False)
     job: str = "jaxrdma"
+    attempt: int = 0
     transport: str = "auto"
     connect_timeout: float = 300.0
-    heartbeat_timeout: float = 12.0
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    stall_warning: float = STALL_WARNING
+    step_timeout: float = STEP_TIMEOUT
     partition_bytes: int = 1 << 20
     ordered: bool = False
+    show_plan: bool = False
+    trace_dir: str | None = None
+    metrics: str | None = None
     spin_us: int | None = None
+    fault: str | None = None
     checkpoint: str | None = None
     checkpoint_steps: int | None = None
     checkpoint_seconds: float | None = None
@@ -134,14 +159,14 @@ class ClusterSpec:
         _, port = parse_address(self.coordinator, "coordinator")
         if port == 0:
             raise ConfigError(f"coordinator {self.coordinator!r}: port 0 is nobody's address")
-        if self.role not in ROLES:
+        if self.role not in (*ROLES, "follower"):
             raise ConfigError(
                 f"role {self.role!r} is neither of {', '.join(ROLES)}{_nearest(self.role, ROLES)}"
             )
         _at_least("num_workers", self.num_workers, 1)
         _at_least("num_servers", self.num_servers, 1)
         count = self.num_workers if self.role == "worker" else self.num_servers
-        if not 0 <= self.index < count:
+        if self.role in ROLES and not 0 <= self.index < count:
             raise ConfigError(
                 f"index {self.index} of a {self.role} in a job of {count} {self.role}s: "
                 f"expected 0 to {count - 1}. Set JAXRDMA_INDEX or JAXRDMA_NUM_{self.role.upper()}S."
@@ -153,14 +178,27 @@ class ClusterSpec:
             )
         if not self.job or len(self.job.encode()) > 64:
             raise ConfigError(f"job {self.job!r}: expected a name of 1 to 64 bytes")
-        for name in ("connect_timeout", "heartbeat_timeout"):
+        _at_least("attempt", self.attempt, 0)
+        for name in ("connect_timeout", "heartbeat_timeout", "stall_warning", "step_timeout"):
             value: float = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{name} is {value}: expected a number of seconds above 0")
         _at_least("partition_bytes", self.partition_bytes, 64)
         if self.spin_us is not None:
             _at_least("spin_us", self.spin_us, 0)
+        if self.fault is not None and not re.fullmatch(_FAULT, self.fault):
+            raise ConfigError(
+                f"fault {self.fault!r}: expected whose and what, as in 'worker 1: lost 40' or 'server 0: delayed 3 500'"
+            )
+        if self.metrics is not None:
+            metrics_address(self.metrics)
         self._check_checkpoint()
+
+    @property
+    def own_fault(self) -> str:
+        """What shall go wrong here, as the native module reads it; empty: nothing."""
+        whose, _, what = (self.fault or "").partition(": ")
+        return what if whose == f"{self.role} {self.index}" else ""
 
     def _check_checkpoint(self) -> None:
         for name, least in (("checkpoint_steps", 1), ("checkpoint_seconds", 0.1)):
@@ -202,9 +240,16 @@ class ClusterSpec:
         verbs = {f.name: values.pop(f.name) for f in fields(VerbsSettings) if f.name in values}
         values.setdefault("verbs", VerbsSettings(**verbs))
         required = ("coordinator", "index", "num_workers", "num_servers")
+        if values["role"] == "follower":
+            required = ("coordinator",)
+            values |= {"index": 0, "num_workers": 1, "num_servers": 1}
         missing = [name for name in required if name not in values]
         if missing:
             variables = ", ".join(_PREFIX + name.upper() for name in missing)
+            if values["role"] == "follower":
+                raise ConfigError(
+                    f"no job to follow: coordinator not given. Give coordinator=, or set {variables}"
+                )
             raise ConfigError(
                 f"no cluster to join: {', '.join(missing)} not given. Start the script with `jaxrdma launch`, "
                 f"or set {variables}, or TF_CONFIG."
@@ -224,6 +269,8 @@ class ClusterSpec:
 
     def shared_settings(self) -> dict[str, int | bool]:
         """The settings that must be equal in every process of a job; compared by the coordinator."""
+        if self.role == "follower":
+            return {}
         return {
             "num_workers": self.num_workers,
             "num_servers": self.num_servers,
@@ -364,6 +411,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def metrics_address(setting: str, offset: int = 0) -> tuple[str, int]:
+    """Where to listen by "PORT", on loopback, or "HOST:PORT". `offset` is added to a port that is not 0.
+
+    **Raises:** `ConfigError` if it is neither.
+    """
+    address = setting if ":" in setting else f"127.0.0.1:{setting}"
+    host, port = parse_address(address, "metrics address")
+    if port and port + offset > 65535:
+        raise ConfigError(f"metrics address {setting!r}: port {port} + {offset} is beyond 65535")
+    return host, port + offset if port else 0
+
+
 def check_listen(listen: str, secret: str) -> None:
     """Refuse an address that others can reach while there is no secret to keep them out.
 
@@ -419,12 +478,19 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "num_servers": (int, _WHOLE),
     "secret": (str, "a text"),
     "job": (str, "a name"),
+    "attempt": (int, _WHOLE),
     "transport": (str, "auto, tcp or verbs"),
     "connect_timeout": (float, _SECONDS),
     "heartbeat_timeout": (float, _SECONDS),
+    "stall_warning": (float, _SECONDS),
+    "step_timeout": (float, _SECONDS),
     "partition_bytes": (int, _WHOLE),
     "ordered": (_flag, "0 or 1"),
+    "show_plan": (_flag, "0 or 1"),
+    "trace_dir": (str, "a folder"),
+    "metrics": (str, "a port, or host:port"),
     "spin_us": (int, _WHOLE),
+    "fault": (str, "whose and what"),
     "checkpoint": (str, "a folder"),
     "checkpoint_steps": (int, _WHOLE),
     "checkpoint_seconds": (float, _SECONDS),

@@ -4,20 +4,22 @@ One bidirectional gRPC stream per process, `/jaxrdma.Control/Attend`, carries ms
 of a stream without a `Bye` means that the process is gone. Tensors never travel here.
 """
 
+import asyncio
 import atexit
+import contextlib
 import errno
 import ipaddress
 import os
 import platform
-import queue
 import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
@@ -27,16 +29,26 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 
+from jaxrdma.clocks import Offset
 from jaxrdma.cluster import ClusterSpec, parse_address
+from jaxrdma.dump import Dump
 from jaxrdma.errors import (
     CancelledError,
+    ConfigError,
     ConnectError,
     JaxRdmaError,
     MismatchError,
     PeerFailedError,
+    PlanError,
     TransportError,
+    UpdateError,
 )
 from jaxrdma.policy import Wire
+
+T = TypeVar("T")
+
+# So many followers may attend at a time: each may cost every server a copy of its part of each model.
+MOST_FOLLOWERS = 64
 
 # Equal in all processes of a job, or they refuse each other: the control messages, the data wire format and the plan's
 # rules may change with any release.
@@ -47,7 +59,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 # Of both sides: nothing is ever behind a proxy; a lost stream is a lost process and must not be retried away; two
 # coordinators must not share a port; the pings only clear away the connections of hosts that vanished, which heartbeats
-# have reported long before.
+# have reported long before. They are rare, as each of them wakes half a dozen threads on either side.
 GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
@@ -55,32 +67,45 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),
+    # A probe of the bandwidth with every message wakes as many, for streams of heartbeats.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.keepalive_time_ms", 600_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
+
+# The job's secret goes ahead of a stream, in the metadata of its call: gRPC bounds those to some KiB, and nothing is
+# read of a stream whose secret is wrong, so that a stranger cannot make the coordinator take in MAX_MESSAGE_BYTES.
+SECRET_KEY = "jaxrdma-secret-bin"  # "-bin": any bytes
 
 PROGRESS_SECONDS = 3.0  # between two texts on what is being waited for
 _PROBE_SECONDS = 5.0  # for one attempt to connect
 _ANSWER_SECONDS = 15.0  # for the coordinator to answer a hello, once its port is open
 _RETRY_SECONDS = 0.1
 _GRACE_SECONDS = 2.0  # for the coordinator's own, better explained deadline to arrive first
+# Who rests looks so often whether it still does: whoever works again is heard soon.
+_LOOK_SECONDS = 2.5
 _PAUSE_SECONDS = 2.0  # a heartbeat this late means that this process itself was stopped
+
+
+# Numbers off the wire that are reckoned with: beyond these they are refused where a message is read. -1: none.
+Step = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class LeafSpec(msgspec.Struct, frozen=True):
     """One array of a parameter tree: its path in the tree, its shape and its dtype's name."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
 
 
 class SaveRule(msgspec.Struct, frozen=True):
     """When a server saves: every `steps` steps, every `seconds` seconds; 0: not by this. And at the end."""
 
-    steps: int
+    steps: Count
     seconds: float
 
 
@@ -88,8 +113,8 @@ class ShardFile(msgspec.Struct, frozen=True):
     """One server's file of a checkpoint: its whole length, that of the index at its end, and the index's checksum."""
 
     name: str
-    bytes: int
-    index_bytes: int
+    bytes: Count
+    index_bytes: Count
     checksum: int
 
 
@@ -110,7 +135,12 @@ class Offer(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message of a stream: who I am, what I can do, and what I take for granted.
 
-    A `role` may also be "launcher": one attends for each machine of a job on several; `index` and `offer` say nothing.
+    A `role` may also be "launcher": one attends for each machine of a job on several; `index` and `offer` say nothing,
+    and `attempt` is the one that it waits for, while it takes part in any later one.
+    Or "follower": takes parameters and gives nothing; `index`, `offer`, `settings` and `attempt` say nothing.
+    Or "observer": is answered with one `JobStatus`, and that is all; nothing but `version` and `job` counts.
+    Or "tracer": is answered with `Tracing`, and with a `Traced` of each process that it names, of the last `index`
+    steps.
     """
 
     role: str
@@ -118,25 +148,50 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     incarnation: int
     version: str
     job: str
-    secret: str
     host: str
     pid: int
     offer: Offer
     settings: dict[str, int | bool]
+    attempt: int = 0
+
+
+IN_STEP = "in a step"  # the state of a worker that waits for servers
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """What a worker has waited for longest: the answer to a partition, which is at this stage of its way."""
+
+    flow: int
+    step: Step
+    server: int
+    partition: int
+    stage: str
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """I live, `step` is the last step done (-1: none), `state` a word or two on what I do."""
+    """I live, `step` is the last step done (-1: none), `state` a word or two on what I do.
 
-    step: int
+    Once that has been so for two heartbeats, also where: `wait`, or `doing`, a line of the program. `sent`, `received`:
+    bytes of gradients and parameters so far. `refused`: connections to its data port that it has turned away so far.
+    """
+
+    step: Step
     state: str
+    wait: Wait | None = None
+    doing: str = ""
+    sent: Count = 0
+    received: Count = 0
+    refused: Count = 0
 
 
 class FlowProposal(msgspec.Struct, frozen=True, tag="flow_proposal"):
     """A worker's model number `flow`.
 
-    `policy`: resolved, as `policy.to_wire` writes it. `programs` is the chief's alone: one opaque update program per
-    server.
+    - `mode`: "update": the servers hold its parameters; "average": they form means; "ema": they hold the moving
+      averages of the parameters of the model before this one, for which only followers ask.
+    - `policy`: resolved, as `policy.to_wire` writes it.
+    - `programs`: the chief's alone: one opaque update program per server.
+    - `averaged`: the next model is this one's averages.
     """
 
     flow: int
@@ -146,6 +201,7 @@ class FlowProposal(msgspec.Struct, frozen=True, tag="flow_proposal"):
     policy: Wire
     update_fingerprint: str
     programs: list[bytes] = []
+    averaged: bool = False
 
 
 class Admitting(msgspec.Struct, frozen=True, tag="admitting"):
@@ -165,7 +221,7 @@ class FlowReady(msgspec.Struct, frozen=True, tag="flow_ready"):
     flow: int
     holds: bool = True
     rule: SaveRule | None = None
-    found: list[int] = []
+    found: list[Step] = []
     damaged: list[str] = []
 
 
@@ -182,14 +238,14 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
 
     flow: int
     gradient: GradientName
-    step: int
+    step: Step
 
 
 class Restored(msgspec.Struct, frozen=True, tag="restored"):
     """A server has read its share of the checkpoint of `step`, or could not: `problem`."""
 
     flow: int
-    step: int
+    step: Step
     problem: str = ""
 
 
@@ -197,7 +253,7 @@ class ShardSaved(msgspec.Struct, frozen=True, tag="shard_saved"):
     """A server's file of `step` is on the disk. `last`: answers the `SaveAt` of the job's end."""
 
     flow: int
-    step: int
+    step: Step
     shard: ShardFile
     last: bool = False
 
@@ -210,8 +266,8 @@ class SaveMissed(msgspec.Struct, frozen=True, tag="save_missed"):
     """
 
     flow: int
-    step: int
-    reached: int
+    step: Step
+    reached: Step
     problem: str = ""
     last: bool = False
     skipped: bool = False
@@ -221,9 +277,39 @@ class SaveCommitted(msgspec.Struct, frozen=True, tag="save_committed"):
     """The files of `step` are a checkpoint, or could not be made one: `problem`. `last`: as in `SaveCommit`."""
 
     flow: int
-    step: int
+    step: Step
     problem: str = ""
     last: bool = False
+
+
+class LostWorker(msgspec.Struct, frozen=True, tag="lost_worker"):
+    """A server has lost its data connection to this life of worker `index`, without a goodbye; `text` says how."""
+
+    index: int
+    incarnation: int
+    text: str
+
+
+class WorkerAdmitted(msgspec.Struct, frozen=True, tag="worker_admitted"):
+    """The answer to an `AdmitWorker`: a server lets it in, or cannot: `problem`."""
+
+    index: int
+    incarnation: int
+    problem: str = ""
+
+
+class FollowerAdmitted(msgspec.Struct, frozen=True, tag="follower_admitted"):
+    """A server lets follower `number` in; or will not, or not any longer: `problem`."""
+
+    number: int
+    problem: str = ""
+
+
+class Traced(msgspec.Struct, frozen=True, tag="traced"):
+    """What a worker or server recorded: the answer to the `SendTrace` of this number, which goes on to who asked."""
+
+    number: int
+    dump: Dump
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -236,7 +322,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class Left(msgspec.Struct, frozen=True, tag="left"):
     """A worker is done, after `step`."""
 
-    step: int
+    step: Step
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -257,30 +343,44 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The hello was accepted."""
+    """The hello was accepted, to this attempt of the job. `time_ns`: as of `Alive`."""
 
     num_workers: int
     num_servers: int
+    attempt: int = 0
+    time_ns: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The hello was not accepted; the stream ends.
 
-    Kinds: secret, job, version, role, index, settings, duplicate, failed, protocol.
+    Kinds: secret, job, version, attempt, early, role, index, settings, transport, duplicate, failed, ended, full,
+    protocol.
+    "early": the coordinator is of an older attempt than the sender, and another will take its place.
     """
 
     kind: str
     text: str
+    attempt: int = 0
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
-    """Whom a start-up or a new model waits for, and since when."""
+    """Whom a start-up, a new model, or a step that takes long waits for, and since when."""
 
     text: str
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """The coordinator lives."""
+    """The coordinator lives: the answer to a heartbeat. `time_ns`: of its clock, since 1970, as this is sent."""
+
+    time_ns: int = 0
+
+
+class SendTrace(msgspec.Struct, frozen=True, tag="send_trace"):
+    """To a worker or server: answer with what you recorded of the last `steps` steps of each model; 0: with all."""
+
+    number: int
+    steps: int
 
 
 class ServerEntry(msgspec.Struct, frozen=True):
@@ -318,6 +418,42 @@ class Roster(msgspec.Struct, frozen=True, tag="roster"):
     why: str
 
 
+class AdmitWorker(msgspec.Struct, frozen=True, tag="admit_worker"):
+    """To a server: the place of a worker that was lost has this incarnation now, which will show `token`."""
+
+    index: int
+    incarnation: int
+    token: bytes
+
+
+class AdmitFollower(msgspec.Struct, frozen=True, tag="admit_follower"):
+    """To a server: a follower will show `token`. Numbers are given once in the life of a job."""
+
+    number: int
+    incarnation: int
+    token: bytes
+
+
+class DismissFollower(msgspec.Struct, frozen=True, tag="dismiss_follower"):
+    """To a server: this follower is gone, or has to go; `why`, for the follower itself."""
+
+    number: int
+    why: str
+
+
+class Follows(msgspec.Struct, frozen=True, tag="follows"):
+    """To a follower: every server expects it, by the `tokens` that it finds under its own `number`.
+
+    `settings`: those that all processes of the job share. What was agreed on models so far comes next.
+    """
+
+    number: int
+    servers: list[ServerEntry]
+    transport: str
+    why: str
+    settings: dict[str, int | bool]
+
+
 class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
     """All workers proposed the same. `program`: for a server, the update for its shard, if there is one."""
 
@@ -328,14 +464,19 @@ class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
     policy: Wire
     update_fingerprint: str
     program: bytes | None = None
+    averaged: bool = False
 
 
 class FlowStart(msgspec.Struct, frozen=True, tag="flow_start"):
-    """Every server is ready for `flow`. `restored`: the step of the checkpoint that it goes on from; `text` says so."""
+    """Every server is ready for `flow`. `restored`: the step of the checkpoint that it goes on from; `text` says so.
+
+    `joined`: to a worker in the place of a lost one: from this step on it has a part in a flow that started before.
+    """
 
     flow: int
     restored: int | None = None
     text: str = ""
+    joined: int | None = None
 
 
 class Restore(msgspec.Struct, frozen=True, tag="restore"):
@@ -405,7 +546,7 @@ class Decided(msgspec.Struct, frozen=True, tag="decided"):
 
 
 class FlowRejected(msgspec.Struct, frozen=True, tag="flow_rejected"):
-    """The workers' models differ; the job has failed."""
+    """The workers' models differ; the job has failed. Or that of one who came later: it is told alone."""
 
     flow: int
     text: str
@@ -419,11 +560,27 @@ class MemberLeft(msgspec.Struct, frozen=True, tag="member_left"):
     step: int
 
 
+class MemberLost(msgspec.Struct, frozen=True, tag="member_lost"):
+    """A worker died, fell silent or failed, and the job bears it. `text` says how, `kind` is as of `JobFailed`.
+
+    It has no part in the job any more, whatever it does. `waits`: its place is kept, for another life of it.
+    """
+
+    role: str
+    index: int
+    kind: str
+    text: str
+    waits: bool
+
+
 class JobFailed(msgspec.Struct, frozen=True, tag="job_failed"):
     """The job cannot go on. `text` names the first cause, `role` and `index` whose it is.
 
+    A worker that the others go on without is told one of kind "lost": it has no part in the job any more.
+
     Kinds: died, silent, left, timeout, connection, protocol, interrupted, mismatch, transport, checkpoint,
-    coordinator_lost, and whatever kind a member gave in `Failed`.
+    coordinator_lost, and whatever kind a member gave in `Failed`: raised, or config, if the same settings and the same
+    model would raise it again.
     """
 
     kind: str
@@ -432,14 +589,86 @@ class JobFailed(msgspec.Struct, frozen=True, tag="job_failed"):
     index: int
 
 
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """A worker, server or launcher of a job, as the coordinator knows it.
+
+    - `name`, `host`, `pid`, `incarnation`: who it is.
+    - `state`: what it does, `doing`: where, if it has told, `wait`: what it waits for; for `seconds`, at least.
+    - `step`: the last one that it has done, -1: none. `step_seconds`: of one step lately; 0: not known.
+    - `sent`, `received`: bytes of gradients and parameters a second, lately.
+    - `accepted`, `dropped`: what became of its gradients; -1: nobody decides about them.
+    - `silent`: seconds since it was heard.
+    - `refused`: connections to its data port that it has turned away.
+    """
+
+    name: str
+    host: str
+    pid: int
+    incarnation: int
+    state: str
+    doing: str
+    wait: Wait | None
+    seconds: float
+    step: int
+    step_seconds: float
+    sent: float
+    received: float
+    accepted: int
+    dropped: int
+    silent: float
+    refused: int = 0
+
+
+class ModelStatus(msgspec.Struct, frozen=True):
+    """A model of a job. `state`: "proposed", "agreed" or "started". `parameters`: how many numbers."""
+
+    flow: int
+    state: str
+    mode: str
+    policy: str
+    leaves: int
+    parameters: int
+
+
+class JobStatus(msgspec.Struct, frozen=True, tag="status"):
+    """To an observer: a job as it is.
+
+    - `phase`: "starting", "training", "ending" or "failed"; `text`: for whom it waits, or why it failed; may be empty.
+    - `attempt`: from 0. `seconds`: since the coordinator's start.
+    - `transport`, `why`: empty before everybody is there.
+    - `followers`: how many.
+    - `refused`: streams to the coordinator that had not the secret, or did not say who they are.
+    """
+
+    job: str
+    attempt: int
+    phase: str
+    text: str
+    seconds: float
+    transport: str
+    why: str
+    processes: list[ProcessStatus]
+    models: list[ModelStatus]
+    followers: int
+    refused: int = 0
+
+
+class Tracing(msgspec.Struct, frozen=True, tag="tracing"):
+    """To a tracer: these processes were asked, by name; a `Traced` of each follows, unless it ends before."""
+
+    names: list[str]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """To a server: all workers are done. To a launcher: all servers are, too."""
+    """To a server or a follower: all workers are done. To a launcher: all servers are, too."""
 
 
 ClientMessage = (
     Hello
     | Heartbeat
     | Admitting
+    | WorkerAdmitted
+    | FollowerAdmitted
     | FlowProposal
     | FlowReady
     | Landed
@@ -447,6 +676,8 @@ ClientMessage = (
     | ShardSaved
     | SaveMissed
     | SaveCommitted
+    | LostWorker
+    | Traced
     | Failed
     | Left
     | Ended
@@ -458,6 +689,10 @@ CoordinatorMessage = (
     | Waiting
     | Alive
     | Roster
+    | AdmitWorker
+    | AdmitFollower
+    | DismissFollower
+    | Follows
     | FlowAgreed
     | FlowStart
     | Decided
@@ -467,14 +702,45 @@ CoordinatorMessage = (
     | SaveEnded
     | FlowRejected
     | MemberLeft
+    | MemberLost
     | JobFailed
+    | JobStatus
+    | SendTrace
+    | Tracing
+    | Traced
     | Shutdown
 )
 Message = CoordinatorMessage
 
 encode = msgspec.msgpack.Encoder().encode
-decode_client = msgspec.msgpack.Decoder(ClientMessage).decode
-decode_coordinator = msgspec.msgpack.Decoder(CoordinatorMessage).decode
+_client_decoder = msgspec.msgpack.Decoder(ClientMessage)
+_coordinator_decoder = msgspec.msgpack.Decoder(CoordinatorMessage)
+
+
+def decode_client(data: bytes) -> ClientMessage:
+    """The message of a member.
+
+    **Raises:** `msgspec.MsgspecError`, whatever is wrong with `data`.
+    """
+    return _decode(_client_decoder, data)
+
+
+def decode_coordinator(data: bytes) -> CoordinatorMessage:
+    """The message of a coordinator.
+
+    **Raises:** `msgspec.MsgspecError`, whatever is wrong with `data`.
+    """
+    return _decode(_coordinator_decoder, data)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", data: bytes) -> T:
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError:
+        raise
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        # Of text that is no UTF-8, keys that cannot be keys, nesting without end: msgspec lets Python's own errors out.
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def job_error(message: JobFailed | FlowRejected) -> JaxRdmaError:
@@ -486,6 +752,15 @@ def job_error(message: JobFailed | FlowRejected) -> JaxRdmaError:
     if message.kind == "transport":
         return TransportError(message.text)
     return PeerFailedError(message.text, kind=message.kind, role=message.role, index=message.index)
+
+
+def raised(error: BaseException) -> Failed:
+    """What a member tells of an error that ends it."""
+    lasting = (ConfigError, MismatchError, PlanError, UpdateError)
+    text = str(error).strip().split("\n")[0]
+    return Failed(
+        "config" if isinstance(error, lasting) else "raised", f"{type(error).__name__}: {text}"
+    )
 
 
 def say_on_stderr(text: str) -> None:
@@ -501,27 +776,56 @@ def _no_progress() -> tuple[int, str]:
     return -1, "started"
 
 
+def _no_details() -> tuple[Wait | None, str]:
+    return None, ""
+
+
+def _no_traffic() -> tuple[int, int]:
+    return 0, 0
+
+
 def _tcp_alone() -> Offer:
     return Offer("tcp", verbs=False, why="asks for tcp")
+
+
+def progress_pause(waited: float) -> float:
+    """Seconds until it is said again for whom one has `waited` so long: soon at first, and never a flood of lines."""
+    return max(PROGRESS_SECONDS, min(waited / 5, 60.0))
+
+
+def heartbeat_pause(timeout: float, busy: bool) -> float:
+    """Seconds between two signs of life of who counts as lost after `timeout` seconds of silence.
+
+    `busy`: what is told with it changes. Who waits saves the processor time of both ends.
+    """
+    return min(1.0, timeout / 4) if busy else min(7.5, timeout / 2)
 
 
 class ControlClient:
     """A process's place in its job: the open stream to the coordinator, and the two threads that serve it.
 
-    `jaxrdma-control` reads; `jaxrdma-heartbeat` tells every second that this process lives, and notices a coordinator
-    that fell silent. Methods may be called from any thread. A context manager.
+    `jaxrdma-control` reads; `jaxrdma-heartbeat` tells that this process lives, every second while that is news
+    (`heartbeat_pause`), and notices a coordinator that fell silent. Methods may be called from any thread. A context
+    manager.
 
     **Arguments:**
 
     - `spec`, `role`, `index`: the cluster, and who this is in it.
     - `incarnation`: a number that no other life of this process has.
-    - `on_message`: called on the reading thread with every `JobFailed`, `MemberLeft`, `Shutdown` and flow message, in
-      their order. It must be quick, and may call any method here but `reach`, `join`, `wait` and `leave`. The loss of
-      the coordinator arrives as `JobFailed(kind="coordinator_lost")`.
+    - `on_message`: called on the reading thread with every `JobFailed`, `MemberLeft`, `MemberLost`, `SendTrace`,
+      `Shutdown` and flow message, in their order. It must be quick, and may call any method here but `reach`, `join`,
+      `wait` and `leave`. The loss of the coordinator arrives as `JobFailed(kind="coordinator_lost")`.
     - `say`: prints one line of progress.
     - `offer`: how this process can move tensors; asked for once the coordinator can be reached, so that there is a
       route to it. What it raises, `join` raises.
     - `progress`: the last step done (-1: none) and a word on what this process does, for the heartbeats.
+    - `details`: what it waits for, and where in its program it is; asked for when there is no progress.
+    - `traffic`: bytes of gradients and parameters that it has sent and received.
+    - `refused`: how many connections to its data port it has turned away.
+    - `trouble`: which of its other connections do not work, for who reads that the coordinator is lost: it may be the
+      same cable.
+
+    **Attributes:** `clock`: how far the coordinator's is ahead, by its answers to heartbeats.
     """
 
     def __init__(
@@ -533,6 +837,10 @@ class ControlClient:
         on_message: Callable[[Message], None] = _ignore,
         say: Callable[[str], None] = say_on_stderr,
         progress: Callable[[], tuple[int, str]] = _no_progress,
+        details: Callable[[], tuple[Wait | None, str]] = _no_details,
+        traffic: Callable[[], tuple[int, int]] = _no_traffic,
+        refused: Callable[[], int] = int,
+        trouble: Callable[[], str] = str,
         offer: Callable[[], Offer] = _tcp_alone,
     ) -> None:
         self._spec = spec
@@ -540,27 +848,33 @@ class ControlClient:
         self._on_message = on_message
         self._say = say
         self._progress = progress
+        self._details = details
+        self._traffic = traffic
+        self._refused = refused
+        self._trouble = trouble
         self._hello = Hello(
             role=role,
             index=index,
             incarnation=incarnation,
             version=VERSION,
             job=spec.job,
-            secret=spec.secret,
             host=platform.node(),
             pid=os.getpid(),
             offer=_tcp_alone(),
             settings=spec.shared_settings(),
+            attempt=spec.attempt,
         )
         # Guards everything below; notified whenever something arrived or the stream ended.
         self._condition = threading.Condition()
         self._stream: _Stream | None = None
-        self._welcomed = False
+        self._welcome: Welcome | None = None
         self._roster: Roster | None = None
         self._refusal: Refused | None = None
         self._failure: JobFailed | FlowRejected | None = None
         self._inbox: list[Message] = []
         self._waiting_text = ""
+        self._asked: deque[int] = deque()  # when, what the coordinator will answer with its time
+        self.clock = Offset()
         self._leaving = False
         self._heard = 0.0
         self._stop = threading.Event()
@@ -586,8 +900,22 @@ class ControlClient:
         with self._condition:
             return None if self._failure is None else job_error(self._failure)
 
+    @property
+    def attempt(self) -> int:
+        """Which attempt of the job the coordinator is at, from 0; once it has answered the hello."""
+        with self._condition:
+            answer = self._welcome or self._refusal
+            assert answer is not None, "the coordinator says so when it is reached"
+            return answer.attempt
+
+    @property
+    def refusal(self) -> str:
+        """The kind of the coordinator's `Refused`, or "" if it has not refused."""
+        with self._condition:
+            return "" if self._refusal is None else self._refusal.kind
+
     def reach(self) -> float:
-        """Reach the coordinator, in any order of starts, and be welcomed.
+        """Reach the coordinator, in any order of starts, and be welcomed. One of an older attempt is waited out.
 
         **Returns:** the time at which `connect_timeout` will be over, as `time.monotonic` gives it.
 
@@ -604,7 +932,7 @@ class ControlClient:
                 raise ConnectError(
                     f"{self._who()} gave up on {text}. Is it started, and is JAXRDMA_COORDINATOR its address?"
                 )
-            if now - said >= PROGRESS_SECONDS:
+            if now - said >= progress_pause(now - begin):
                 self._say(f"waiting for {text}")
                 said = now
             if self._stop.wait(_RETRY_SECONDS):
@@ -640,7 +968,7 @@ class ControlClient:
         """Queue `message`. Dropped if the stream has ended: `on_message` has told why."""
         stream = self._stream
         if stream is not None and os.getpid() == self._hello.pid:
-            stream.outgoing.put(encode(message))
+            stream.put(encode(message))
 
     def wait(self, predicate: Callable[[Message], bool], timeout: float | None = None) -> Message:
         """The first message of which `predicate` holds, each given once: flow messages, departures and `Shutdown`.
@@ -708,7 +1036,7 @@ class ControlClient:
 
     def _who(self) -> str:
         role = self._hello.role
-        return role if role == "launcher" else f"{role} {self._hello.index}"
+        return role if role in ("launcher", "follower") else f"{role} {self._hello.index}"
 
     def _over(self) -> bool:
         return (
@@ -727,22 +1055,28 @@ class ControlClient:
         except OSError as error:
             return _describe(error)
         self._hello = msgspec.structs.replace(self._hello, offer=self._offer())
-        stream = _Stream(target)
+        stream = _Stream(target, self._spec.secret)
         with self._condition:
             self._stream = stream
-        stream.outgoing.put(encode(self._hello))
+            self._refusal = None
+            self._asked.clear()
+            self._asked.append(time.time_ns())
+        stream.put(encode(self._hello))
         stream.start(self._receive, self._stream_ended)
         patience = min(_ANSWER_SECONDS, max(0.5, deadline - time.monotonic()))
         with self._condition:
             self._condition.wait_for(
-                lambda: self._welcomed or self._refusal is not None or self._over(), patience
+                lambda: self._welcome is not None or self._refusal is not None or self._over(),
+                patience,
             )
-            refusal, welcomed, ended = self._refusal, self._welcomed, stream.ended
-        if welcomed:
+            refusal, welcome, ended = self._refusal, self._welcome, stream.ended
+        if welcome is not None:
             self._heart = threading.Thread(target=self._beat, name="jaxrdma-heartbeat", daemon=True)
             self._heart.start()
             return None
         stream.close()
+        if refusal is not None and refusal.kind == "early":
+            return refusal.text
         if refusal is not None:
             text = (
                 f"the coordinator at {self._spec.coordinator} refused {self._who()}: {refusal.text}"
@@ -764,11 +1098,13 @@ class ControlClient:
             self._heard = time.monotonic()
             match message:
                 case Alive():
+                    self._hear_time(message.time_ns)
                     return
                 case Waiting():
                     self._waiting_text = message.text
                 case Welcome():
-                    self._welcomed = True
+                    self._hear_time(message.time_ns)
+                    self._welcome = message
                 case Refused():
                     self._refusal = message
                 case Roster():
@@ -777,7 +1113,17 @@ class ControlClient:
                     if self._failure is not None:
                         return
                     self._failure = message
-                case Restore() | SaveAt() | SaveCommit() | SaveEnded():
+                case (
+                    Decided()
+                    | Restore()
+                    | SaveAt()
+                    | SaveCommit()
+                    | SaveEnded()
+                    | AdmitWorker()
+                    | AdmitFollower()
+                    | DismissFollower()
+                    | SendTrace()
+                ):
                     pass  # nobody waits for these, and a long job has many
                 case _:
                     self._inbox.append(message)
@@ -790,19 +1136,25 @@ class ControlClient:
             case _:
                 self._deliver(message)
 
+    def _hear_time(self, told: int) -> None:
+        if self._asked:
+            self.clock.heard(self._asked.popleft(), told, time.time_ns())
+
     def _stream_ended(self, stream: "_Stream", reason: str) -> None:
         with self._condition:
             stream.reason = reason
             stream.ended = True
-            lost = stream is self._stream and self._welcomed and not self._leaving
+            welcomed = self._welcome is not None
+            lost = stream is self._stream and welcomed and not self._leaving
         if lost:
             self._coordinator_lost(reason or "its connection ended without a word")
         with self._condition:
             self._condition.notify_all()
 
     def _coordinator_lost(self, why: str) -> None:
+        trouble = self._trouble()
         text = (
-            f"the coordinator at {self._spec.coordinator} is lost: {why}. "
+            f"the coordinator at {self._spec.coordinator} is lost: {why}{'; and ' if trouble else ''}{trouble}. "
             "Look at its output and its machine; the job must be started again."
         )
         message = JobFailed("coordinator_lost", text, "coordinator", -1)
@@ -825,14 +1177,19 @@ class ControlClient:
 
     def _beat(self) -> None:
         timeout = self._spec.heartbeat_timeout
-        interval = min(1.0, timeout / 4)
+        told: tuple[int, str] | None = None
         last = time.monotonic()
-        while not self._stop.wait(interval):
+        spoke = last
+        pause = heartbeat_pause(timeout, busy=True)
+        silent = 0.0
+        while not self._stop.wait(
+            look := max(0.05, min(spoke + pause - last, _LOOK_SECONDS, timeout - silent))
+        ):
             now = time.monotonic()
             with self._condition:
-                if now - last > interval + _PAUSE_SECONDS:
+                if now - last > look + _PAUSE_SECONDS:
                     self._heard = now  # it was us who stood still
-                silent = now - self._heard
+                silent = max(0.0, now - self._heard)
                 stream = self._stream
             last = now
             if stream is None or stream.ended:
@@ -841,8 +1198,17 @@ class ControlClient:
                 self._coordinator_lost(f"silent for {silent:.0f} s")
                 stream.close()
                 return
-            step, state = self._progress()
-            self.send(Heartbeat(step, state))
+            progress = self._progress()
+            news = progress != told
+            if now < spoke + (heartbeat_pause(timeout, busy=True) if news else pause):
+                continue
+            spoke, told = now, progress
+            pause = heartbeat_pause(timeout, busy=news)
+            details = _no_details() if news else self._details()
+            heartbeat = Heartbeat(*progress, *details, *self._traffic(), refused=self._refused())
+            with self._condition:
+                self._asked.append(time.time_ns())
+            self.send(heartbeat)
 
     def _forget_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -850,32 +1216,125 @@ class ControlClient:
             stream.drop_in_child()
 
 
-class _Stream:
-    """One attempt at the stream: its channel, its queue of outgoing messages, its reading thread."""
+def observe(coordinator: str, secret: str, job: str, timeout: float) -> JobStatus:
+    """Ask a job how it is.
 
-    def __init__(self, target: str) -> None:
-        self.outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    **Arguments:**
+
+    - `coordinator`: "host:port".
+    - `secret`, `job`: as its processes have them.
+    - `timeout`: seconds for the whole.
+
+    **Raises:** `ConnectError` if nobody answers in time, or the coordinator refuses.
+    """
+    with _asking("observer", 0, coordinator, secret, job, timeout) as answers:
+        answer = next(answers)
+    if isinstance(answer, JobStatus):
+        return answer
+    raise _told_otherwise(coordinator, answer)
+
+
+def collect_traces(
+    coordinator: str, secret: str, job: str, timeout: float, steps: int
+) -> tuple[list[Dump], list[str]]:
+    """Ask every worker and server of a job what it recorded of its last `steps` steps; 0: all that it has.
+
+    **Arguments:** otherwise as of `observe`.
+
+    **Returns:** what came in time, and the names of those of whom nothing did.
+
+    **Raises:** as `observe`.
+    """
+    with _asking("tracer", steps, coordinator, secret, job, timeout) as answers:
+        begin = next(answers)
+        if not isinstance(begin, Tracing):
+            raise _told_otherwise(coordinator, begin)
+        missing, dumps = list(begin.names), list[Dump]()
+        with contextlib.suppress(ConnectError):  # what is there is shown
+            while missing:
+                answer = next(answers)
+                if isinstance(answer, Traced) and answer.dump.name in missing:
+                    missing.remove(answer.dump.name)
+                    dumps.append(answer.dump)
+    return dumps, missing
+
+
+def _told_otherwise(coordinator: str, answer: CoordinatorMessage) -> ConnectError:
+    text = answer.text if isinstance(answer, Refused) else f"it sent {type(answer).__name__}"
+    return ConnectError(f"the coordinator at {coordinator} does not tell: {text}")
+
+
+@contextlib.contextmanager
+def _asking(
+    role: str, index: int, coordinator: str, secret: str, job: str, timeout: float
+) -> "Generator[Iterator[CoordinatorMessage], None, None]":
+    """The answers to a hello of somebody who has no part in the job. Each, or its lack, may raise `ConnectError`."""
+    begin = time.monotonic()
+    who = f"the coordinator at {coordinator}"
+    try:
+        target = _probe(coordinator, timeout)
+    except OSError as error:
+        raise ConnectError(
+            f"{who} cannot be reached: {_describe(error)}. Has the job ended? Is that its address?"
+        ) from None
+    hello = Hello(
+        role=role,
+        index=index,
+        incarnation=0,
+        version=VERSION,
+        job=job,
+        host=platform.node(),
+        pid=os.getpid(),
+        offer=_tcp_alone(),
+        settings={},
+    )
+    left = max(0.1, begin + timeout - time.monotonic())
+    done = threading.Event()
+
+    def ask() -> Iterator[bytes]:
+        yield encode(hello)
+        done.wait(timeout)  # the coordinator answers as long as it is asked
+
+    def hear(call: Any) -> Iterator[CoordinatorMessage]:
+        try:
+            while True:
+                yield decode_coordinator(next(call))
+        except grpc.RpcError as error:
+            raise ConnectError(f"{who} did not answer: {cast(Any, error).details()}") from None
+        except (StopIteration, msgspec.MsgspecError) as error:
+            raise ConnectError(
+                f"{who} answers like no coordinator of jaxrdma {VERSION}: {error}"
+            ) from None
+
+    # gRPC's Python package has no type information.
+    with cast(Any, grpc).insecure_channel(target, options=GRPC_OPTIONS) as channel:
+        try:
+            yield hear(
+                channel.stream_stream(METHOD)(ask(), timeout=left, metadata=_metadata(secret))
+            )
+        finally:
+            done.set()
+
+
+class _Stream:
+    """One attempt at the stream: a thread with an event loop of its own, which reads and writes.
+
+    gRPC's blocking calls would do, but look ten times a second whether they have something to do.
+    """
+
+    def __init__(self, target: str, secret: str) -> None:
         self.ended = False
         self.reason = ""
         self.reader: threading.Thread | None = None
         self._target = target
-        # gRPC's Python package has no type information.
-        self._channel: Any = cast(Any, grpc).insecure_channel(target, options=GRPC_OPTIONS)
-        # gRPC's own two threads of this call. They are daemons; one that the end of the interpreter catches while it
-        # holds the call's lock would let the call's destructor wait for ever. So `close` joins them.
-        self._threads: list[threading.Thread] = []
-        self._done = threading.Event()
-        self._call: Any = self._channel.stream_stream(METHOD)(self._requests())
-        self._call.add_done_callback(self._finished)
-
-    def _requests(self) -> Iterator[bytes]:
-        self._threads.append(threading.current_thread())
-        yield from iter(self.outgoing.get, None)
-
-    def _finished(self, call: object) -> None:
-        del call
-        self._threads.append(threading.current_thread())
-        self._done.set()
+        self._secret = secret
+        # Guards the next three: other threads hand over what they have before the loop runs and while it does.
+        self._lock = threading.Lock()
+        self._early: list[bytes | None] | None = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._call: Any = None  # gRPC's Python package has no type information
 
     def start(
         self,
@@ -885,31 +1344,66 @@ class _Stream:
         def read() -> None:
             reason = ""
             try:
-                for data in cast(Iterator[bytes], self._call):
-                    receive(self, data)
+                asyncio.run(self._attend(receive))
             except grpc.RpcError as error:
                 reason = str(cast(Any, error).details())
             except msgspec.MsgspecError as error:
                 reason = f"it sent what no coordinator of version {VERSION} sends: {error}"
+            except asyncio.CancelledError:
+                pass  # closed by this side
             ended(self, reason)
 
         self.reader = threading.Thread(target=read, name="jaxrdma-control", daemon=True)
         self.reader.start()
 
+    async def _attend(self, receive: "Callable[[_Stream, bytes], None]") -> None:
+        async with cast(Any, grpc).aio.insecure_channel(
+            self._target, options=GRPC_OPTIONS
+        ) as channel:
+            self._call = channel.stream_stream(METHOD)(metadata=_metadata(self._secret))
+            with self._lock:
+                self._loop = asyncio.get_running_loop()
+                early, self._early = self._early, None
+                closed = self._closed
+            for data in early or ():
+                self._outgoing.put_nowait(data)
+            if closed:
+                self._call.cancel()
+            writing = asyncio.ensure_future(self._write())
+            try:
+                async for data in self._call:
+                    receive(self, data)
+            finally:
+                with self._lock:
+                    self._loop = None
+                writing.cancel()
+
+    async def _write(self) -> None:
+        # Reading tells why a stream ended.
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while (data := await self._outgoing.get()) is not None:
+                await self._call.write(data)
+            await self._call.done_writing()
+
+    def put(self, data: bytes | None) -> None:
+        """Queue a message; None: half-close, after what is queued."""
+        with self._lock:
+            if self._early is not None:
+                self._early.append(data)
+            elif self._loop is not None:
+                self._loop.call_soon_threadsafe(self._outgoing.put_nowait, data)
+
     def finish(self) -> None:
         """Half-close: what is queued still goes out."""
-        self.outgoing.put(None)
+        self.put(None)
 
     def close(self) -> None:
-        self.outgoing.put(None)
-        self._call.cancel()
+        with self._lock:
+            self._closed = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._call.cancel)
         if self.reader is not None and threading.current_thread() is not self.reader:
             self.reader.join(2.0)
-        self._channel.close()
-        self._done.wait(1.0)
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():
-                thread.join(1.0)
 
     def drop_in_child(self) -> None:
         """In a forked child: put /dev/null in the place of the sockets that lead to the coordinator."""
@@ -931,6 +1425,10 @@ class _Stream:
                 null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
                 os.dup2(null, fd, inheritable=False)
                 os.close(null)
+
+
+def _metadata(secret: str) -> tuple[tuple[str, bytes], ...]:
+    return ((SECRET_KEY, secret.encode()),)
 
 
 def _probe(address: str, timeout: float) -> str:

@@ -7,6 +7,7 @@
 import asyncio
 import contextlib
 import hmac
+import math
 import secrets
 import signal
 import socket
@@ -28,15 +29,28 @@ from jaxrdma.aggregation import (
     Fail,
 )
 from jaxrdma.aggregation import Answer as Answering
-from jaxrdma.cluster import ROLES, check_listen, format_address, parse_address
+from jaxrdma.cluster import (
+    HEARTBEAT_TIMEOUT,
+    ROLES,
+    STALL_WARNING,
+    STEP_TIMEOUT,
+    check_listen,
+    format_address,
+    parse_address,
+)
 from jaxrdma.control import (
+    IN_STEP,
+    MOST_FOLLOWERS,
+    AdmitFollower,
     Admitting,
+    AdmitWorker,
     Alive,
     Answered,
     Bye,
     ClientMessage,
     CoordinatorMessage,
     Decided,
+    DismissFollower,
     Dropped,
     Ended,
     Failed,
@@ -44,31 +58,46 @@ from jaxrdma.control import (
     FlowProposal,
     FlowReady,
     FlowRejected,
+    FlowStart,
+    FollowerAdmitted,
+    Follows,
     GradientName,
     Heartbeat,
     Hello,
     JobFailed,
+    JobStatus,
     Landed,
     Left,
+    LostWorker,
     Mean,
     MemberLeft,
+    MemberLost,
+    ModelStatus,
     Offer,
+    ProcessStatus,
     Refused,
     Restored,
     Roster,
     SaveCommitted,
     SaveMissed,
+    SendTrace,
     ServerEntry,
     ShardSaved,
     Shutdown,
+    Traced,
+    Tracing,
+    Wait,
     Waiting,
     Welcome,
+    WorkerAdmitted,
     WorkerEntry,
 )
 from jaxrdma.errors import ConfigError
+from jaxrdma.pace import Pace
 from jaxrdma.plan import compare_leaves
-from jaxrdma.policy import from_wire
-from jaxrdma.savepoints import LAST_SAVE_SECONDS, Answer, Orders, Savepoints
+from jaxrdma.policy import OnLoss, from_wire
+from jaxrdma.savepoints import LAST_SAVE_SECONDS, Answer, Orders, Savepoints, Seldom
+from jaxrdma.stalls import explain
 
 import grpc  # isort: skip  # after control, which tells it to be quiet
 import grpc.aio  # isort: skip
@@ -80,11 +109,19 @@ LINGER_SECONDS = 5.0  # after a failure, for the members to hear of it and go
 SHUTDOWN_SECONDS = 8.0  # for the servers to say goodbye when all workers have left
 ASKED = "asked for"  # why a transport is used that all processes ask for
 TOKEN_BYTES = 16  # as native/fabric/fabric.h wants them
-_ALIVE_SECONDS = 1.0
 _TICK_SECONDS = 0.25
-_PAUSE_SECONDS = 2.0  # a tick this late means that the coordinator itself was stopped
+_QUIET_SECONDS = 1.0  # between two ticks while only somebody's silence can come of them
+_PAUSE_SECONDS = 3.0  # a tick this late means that the coordinator itself was stopped
 _HELLO_SECONDS = 10.0
-_LAUNCHER_SECONDS = 1.0  # of a machine that falls silent, its workers and servers are named rather than its launcher
+_GOODBYE_SECONDS = 2.0  # for a stranger to take the answer that it is none of us
+_MOST_PARAMETERS = 10**18  # of a model; more cannot be addressed in bytes, nor told to an observer
+# Connections of strangers, beside those of a job's processes, their successors and its followers.
+_MOST_STRANGERS = 128
+_METRICS_SECONDS = 5.0  # for a scrape to be answered: else it is given up
+_MOST_TRACERS = 4  # at a time: each costs every process of the job up to half a megabyte
+_REMIND_SECONDS = 10.0  # between two texts on a worker whose place is kept
+_LEFT_OUT = "The job goes on without this worker, as its policy has on_loss='shrink'."
+_KEPT = "Its place is kept for a process that is started in its stead, as its policy has on_loss='wait'."
 
 Outgoing = list[tuple[int, CoordinatorMessage]]
 
@@ -96,10 +133,25 @@ class _Member:
     heard: float
     step: int = -1
     state: str = ""
+    since: float = 0.0  # it told something else
+    wait: Wait | None = None
+    doing: str = ""
+    pace: Pace = field(default_factory=Pace)
+    refused: int = 0  # connections to its data port
+    strangers: Seldom = field(default_factory=Seldom)  # lines on those
     address: str = ""  # of a server that lets the workers in: where
-    left: bool = False  # said that it is done
+    left: bool = False  # said that it is done, or was lost and no place is kept for it
+    lost: JobFailed | None = None  # the job bears that: this is what became of it
+    lost_at: float = 0.0
     gone: bool = False  # its stream has ended, or is about to
     confessed: bool = False  # sent Failed: its end is no news
+    number: int = -1  # of a follower
+    tokens: dict[int, bytes] = field(default_factory=dict[int, bytes])  # of a follower, by server
+    # Of a follower, or who returned: servers that do not expect it yet.
+    awaits: set[int] = field(default_factory=set[int])
+    ready: bool = False  # of a follower: every server expects it
+    returned: bool = False  # to the place of one that was lost
+    resumed: set[int] = field(default_factory=set[int])  # models that it has called init for since
 
     @property
     def launches(self) -> bool:
@@ -107,7 +159,14 @@ class _Member:
         return self.hello.role == "launcher"
 
     @property
+    def follows(self) -> bool:
+        """Whether this is a follower: it takes parameters, and its end is nobody's affair."""
+        return self.hello.role == "follower"
+
+    @property
     def name(self) -> str:
+        if self.follows:
+            return f"follower {self.number}"
         return "launcher" if self.launches else f"{self.hello.role} {self.hello.index}"
 
     @property
@@ -129,7 +188,8 @@ class _Flow:
     proposals: dict[int, FlowProposal] = field(default_factory=dict[int, FlowProposal])
     agreed: bool = False
     holders: set[int] = field(default_factory=set[int])  # servers that have a part of it
-    started: bool = False
+    start: FlowStart | None = None  # once it has started
+    on_loss: OnLoss | None = None  # of its policy
     aggregation: Aggregation | None = None  # where something is left to decide about gradients
 
 
@@ -159,12 +219,19 @@ class Membership:
     `Bye`, the driver ends the stream of that id. The state is always one of: the job is over; or somebody connected is
     waited for; or somebody absent is, until a deadline.
 
+    The place of a worker that was lost, and the job goes on, may be taken by another life of it, with an incarnation of
+    its own. It begins as any process does, by a hello; is let in by every server; and has a part in each model, at a
+    step's end, from when it has proposed the same one.
+
     **Arguments:**
 
-    - `num_workers`, `num_servers`, `job`, `secret`: as in `ClusterSpec`.
+    - `num_workers`, `num_servers`, `job`, `attempt`, `secret`: as in `ClusterSpec`.
     - `now`: the time of the start, in seconds, as all other times.
-    - `connect_timeout`: from the first arrival (or the start) until everybody must be there.
+    - `connect_timeout`: from the first arrival (or the start) until everybody must be there; and from the loss of a
+      worker that the others wait for until somebody must have taken its place.
     - `heartbeat_timeout`: silence after which a member counts as lost.
+    - `stall_warning`: time in one step after which it is said who waits for whom; then again after twice as long.
+    - `step_timeout`: time in one step after which the job fails.
     - `token`: makes the secrets between a worker and a server.
     """
 
@@ -174,24 +241,31 @@ class Membership:
         num_servers: int,
         *,
         job: str = "jaxrdma",
+        attempt: int = 0,
         secret: str = "",
         now: float = 0.0,
         connect_timeout: float = 300.0,
-        heartbeat_timeout: float = 12.0,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+        stall_warning: float = STALL_WARNING,
+        step_timeout: float = STEP_TIMEOUT,
         token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES),
     ) -> None:
         self._expected = {"worker": num_workers, "server": num_servers}
         self._job = job
+        self._attempt = attempt
         self._secret = secret
         self._connect_timeout = connect_timeout
         self._heartbeat_timeout = heartbeat_timeout
+        self._stall_warning = stall_warning
+        self._step_timeout = step_timeout
+        self._stall = (0.0, stall_warning)  # not to be told of before, and how long after that
         self._token = token
         self._members: dict[int, _Member] = {}
         self._places: dict[tuple[str, int], _Member] = {}
         self._flows: dict[int, _Flow] = {}
-        self._since = now
+        self._began = self._since = now
         self._next_text = now + control.PROGRESS_SECONDS
-        self._next_alive = now + _ALIVE_SECONDS
+        self._beat_seconds = control.heartbeat_pause(heartbeat_timeout, busy=False)
         self._last_tick = now
         self._refusal: tuple[float, str] | None = None
         self._started = False  # everybody is here, and every server lets the workers in
@@ -203,7 +277,18 @@ class Membership:
         self._suspect: tuple[float, JobFailed, _Member] | None = None
         self._failure: JobFailed | None = None
         self._failed_at = now
+        self._next_follower = 0
+        self._tracers: set[int] = set()  # ids of streams
+        self._next_reminder = now
+        self._refused = 0  # streams of strangers
+        self._strangers = Seldom()
+        self.address = ""  # where workers find the coordinator; for texts
         self.notes: list[str] = []  # lines for people; whoever prints them takes them out
+
+    @property
+    def size(self) -> int:
+        """How many workers and servers make the job complete."""
+        return sum(self._expected.values())
 
     @property
     def saving(self) -> bool:
@@ -225,13 +310,20 @@ class Membership:
     def is_over(self, now: float) -> bool:
         """Whether nothing is left to do: all said goodbye, or the job failed and everybody went or had time to."""
         if self._failure is not None:
-            return not self._live() or now - self._failed_at >= LINGER_SECONDS
+            return not self._essential() or now - self._failed_at >= LINGER_SECONDS
         return self._shutdown_since is not None and all(m.gone for m in self._of("server"))
+
+    @property
+    def next_tick(self) -> float:
+        """Seconds until time may matter."""
+        trains = self._started and self._failure is None and self._suspect is None
+        ends = self._saving_since is not None or self._shutdown_since is not None
+        return _QUIET_SECONDS if trains and not ends else _TICK_SECONDS
 
     def waits_for(self) -> list[str]:
         """Whom the present state waits for, members and absent ones, by name. Empty if the job is over."""
         if self._failure is not None:
-            return [m.name for m in self._live()]
+            return [m.name for m in self._essential()]
         if not self._started:
             return self._missing()
         if self._shutdown_since is not None:
@@ -241,27 +333,59 @@ class Membership:
             return [m.name for m in self._of("server") if m.hello.index in late]
         return [m.name for m in self._of("worker") if not m.left]
 
+    def knock(self, secret: bytes, now: float) -> Refused | None:
+        """Whether a stream may speak, by the secret that goes ahead of it; if not, the answer, and it is counted."""
+        if hmac.compare_digest(secret, self._secret.encode()):
+            return None
+        came = "a wrong one" if secret else "none"
+        text = f"the job's secret was expected, {came} came. Set JAXRDMA_SECRET alike on every process."
+        self.turn_away(text, now)
+        return Refused("secret", text)
+
+    def turn_away(self, why: str, now: float) -> None:
+        """Count a stream that never said who it is, or had not the secret. People are told, seldom."""
+        self._refused += 1
+        self.notes += filter(None, [self._strangers.filter(f"turned a stranger away: {why}", now)])
+
     def handle(self, member_id: int, message: ClientMessage, now: float) -> Outgoing:
-        """What a message of the stream `member_id` leads to."""
+        """What a message of the stream `member_id` leads to. Streams that may not `knock` do not come here."""
         if isinstance(message, Hello) and member_id not in self._members:
+            if message.role == "observer":
+                return [
+                    (member_id, self._refuse_stranger(message, "an observer") or self.status(now))
+                ]
+            if message.role == "tracer":
+                return self._trace(member_id, message)
             return self._hello(member_id, message, now)
         member = self._members.get(member_id)
         if member is None:
-            return [
-                (member_id, Refused("protocol", "the first message of a process must be its hello"))
-            ]
+            text = "the first message of a process must be its hello"
+            self.turn_away(text, now)
+            return [(member_id, Refused("protocol", text))]
         if member.gone:
             return []
         member.heard = now
         if self._failure is not None:
             member.gone = isinstance(message, Bye)
             return []
+        if member.follows:
+            return self._of_follower(member, message)
         match message:
             case Heartbeat():
+                if (message.step, message.state) != (member.step, member.state):
+                    member.since = now
+                member.pace.beat(message, now)
+                if message.refused > member.refused:
+                    text = f"{member.name} ({member.place}) has turned away {message.refused} data connections so far"
+                    self.notes += filter(None, [member.strangers.filter(text, now)])
+                member.refused = message.refused
                 member.step, member.state = max(member.step, message.step), message.state
-                return []
+                member.wait, member.doing = message.wait, message.doing
+                return [(member_id, Alive())]  # both at once disturb a process that rests once
             case Failed():
                 return self._member_failed(member, message, now)
+            case LostWorker():
+                return self._connection_lost(member, message, now)
             case Left():
                 return self._left(member, message.step, now)
             case Bye():
@@ -281,8 +405,15 @@ class Membership:
                 if not message.address:
                     return self._broken(member, "gave no address for data", now)
                 return self._admitting(member, message.address)
+            case WorkerAdmitted():
+                return self._worker_admitted(member, message, now)
+            case FollowerAdmitted():
+                return self._follower_admitted(member, message, now)
             case Landed():
                 return self._landed(member, message, now)
+            case Traced():
+                asks = message.number in self._tracers
+                return [(message.number, message)] if asks else []
             case FlowReady() | Restored() | ShardSaved() | SaveMissed() | SaveCommitted():
                 return self._answer(member, message, now)
             case Hello():
@@ -290,38 +421,40 @@ class Membership:
 
     def lost(self, member_id: int, why: str, now: float) -> Outgoing:
         """The stream `member_id` has ended, `why` if that is known. Nothing new if its end was announced."""
+        self._tracers.discard(member_id)
         member = self._members.get(member_id)
         if member is None or member.gone:
             return []
+        if member.follows:
+            return self._forget_follower(member, why or "its connection ended")
         member.gone = True
         if member.left and member.hello.role == "worker":
             return []
         if member.confessed:
             return self._confirm_suspect(member, now)
         text = f"{member.name} ({member.place}) died: {why or 'its connection ended without a goodbye'}, {member.last}"
-        return self._fail("died", text, member, now)
+        return self._lose(member, "died", text, now)
 
     def interrupt(self, why: str, now: float) -> Outgoing:
         """The coordinator itself is told to stop."""
         return self._fail("interrupted", f"the coordinator was stopped: {why}", None, now)
 
     def tick(self, now: float) -> Outgoing:
-        """What the passing of time leads to. To be called several times a second."""
+        """What the passing of time leads to. To be called after `next_tick` seconds, or earlier."""
         if now - self._last_tick > _PAUSE_SECONDS:
             # It was the coordinator that stood still, or its machine: nobody could have been heard meanwhile.
             for member in self._live():
-                member.heard = now
+                member.heard = member.since = now
         self._last_tick = now
         out: Outgoing = []
         if self._failure is None:
-            out = self._overdue(now)
+            out = self._overdue_followers(now) + self._overdue(now)
+        if self._failure is None:
+            out += self._stalled(now)
         if self._failure is None:
             out += self._texts(now)
             for flow in self._flows.values():
                 out += self._carry_out(flow, flow.savepoints.tick(now), now)
-        if now >= self._next_alive:
-            self._next_alive = now + _ALIVE_SECONDS
-            out += self._to(self._live(), Alive())
         return out
 
     # --- joining ---
@@ -329,22 +462,26 @@ class Membership:
     def _hello(self, member_id: int, hello: Hello, now: float) -> Outgoing:
         refused = self._refuse(hello)
         if refused is not None:
-            if refused.kind not in (
-                "secret",
-                "job",
-            ):  # of a stranger, no word is repeated to others
+            # Of a stranger, no word is repeated to others; and who is early will ask again.
+            if refused.kind not in ("job", "early"):
                 self._refusal = (now, refused.text)
             return [(member_id, refused)]
-        if not self._members:
+        member = _Member(member_id, hello, now, since=now)
+        if not member.follows and all(m.follows for m in self._members.values()):
             self._since = now
             self._next_text = now + control.PROGRESS_SECONDS
-        member = _Member(member_id, hello, now)
         self._members[member_id] = member
-        welcome = Welcome(self._expected["worker"], self._expected["server"])
+        welcome = Welcome(self._expected["worker"], self._expected["server"], self._attempt)
         out: Outgoing = [(member_id, welcome)]
+        if member.follows:
+            member.number, self._next_follower = self._next_follower, self._next_follower + 1
+            return out + (self._announce_follower(member) if self._started else [])
         if member.launches:
             return out + self._dismiss()
+        before = self._places.get((hello.role, hello.index))
         self._places[hello.role, hello.index] = member
+        if before is not None:
+            return out + self._take_place(member, before)
         if not self._missing():
             names = {m.name: m.hello.offer for role in ROLES for m in self._of(role)}
             transport, why = decide_transport(names)
@@ -366,18 +503,13 @@ class Membership:
         if any(m.id not in self._admit for m in self._of("server")):
             return []
         self._started = True
-        return [(m.id, self._roster(m)) for m in self._live() if m.hello.role == "worker"]
+        out: Outgoing = [(m.id, self._roster(m)) for m in self._live() if m.hello.role == "worker"]
+        for follower in self._followers():
+            out += self._announce_follower(follower)
+        return out
 
-    def _refuse(self, hello: Hello) -> Refused | None:
-        launches = hello.role == "launcher"
-        who = "launcher" if launches else f"{hello.role} {hello.index}"
-        who += f" ({hello.host}, pid {hello.pid})"
-        if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
-            came = "a wrong one" if hello.secret else "none"
-            return Refused(
-                "secret",
-                f"the job's secret was expected, {came} came. Set JAXRDMA_SECRET alike on every process.",
-            )
+    def _refuse_stranger(self, hello: Hello, who: str) -> Refused | None:
+        """Whoever has no part in this job."""
         if hello.job != self._job:
             return Refused(
                 "job",
@@ -390,11 +522,30 @@ class Membership:
                 f"{who} runs jaxrdma {hello.version}, the coordinator {control.VERSION}. "
                 "Install the same release everywhere.",
             )
+        return None
+
+    def _refuse(self, hello: Hello) -> Refused | None:
+        launches, follows = hello.role == "launcher", hello.role == "follower"
+        who = hello.role if launches or follows else f"{hello.role} {hello.index}"
+        who += f" ({hello.host}, pid {hello.pid})"
+        if (refused := self._refuse_stranger(hello, who)) is not None:
+            return refused
+        if not follows and (refused := self._refuse_attempt(hello, who)) is not None:
+            return refused
         if self._failure is not None:
             return Refused(
-                "failed", f"{who} comes too late, the job has failed: {self._failure.text}"
+                "failed",
+                f"{who} comes too late, the job has failed: {self._failure.text}",
+                self._attempt,
             )
-        if hello.role not in ROLES and not launches:
+        if follows and self._shutdown_since is not None:
+            return Refused("ended", f"{who} comes too late, the job is over.")
+        if follows and len(self._followers()) >= MOST_FOLLOWERS:
+            return Refused(
+                "full",
+                f"{who}: {MOST_FOLLOWERS} followers are here, which is the most. Close one, or take its snapshots.",
+            )
+        if hello.role not in ROLES and not launches and not follows:
             return Refused("role", f"{who}: expected a role of {' or '.join(ROLES)}")
         for name, role in (("num_workers", "worker"), ("num_servers", "server")):
             theirs, ours = hello.settings.get(name), self._expected[role]
@@ -411,9 +562,11 @@ class Membership:
                 f"{who}: there are {count} {hello.role}s, so the index must be 0 to {count - 1}.",
             )
         first = self._places.get((hello.role, hello.index))
-        if first is not None:
-            return Refused("duplicate", self._duplicate(first, who))
+        if first is not None and (refused := self._refuse_place(first, hello, who)) is not None:
+            return refused
         for member in self._members.values():
+            if follows or member.follows:
+                continue  # it is told them
             for name in sorted(hello.settings.keys() | member.hello.settings.keys()):
                 theirs, ours = hello.settings.get(name), member.hello.settings.get(name)
                 if theirs != ours:
@@ -424,7 +577,7 @@ class Membership:
                     )
             break  # those who are here are alike
         for member in self._members.values():
-            if launches or member.launches:
+            if launches or follows or member.launches or member.follows:
                 continue
             theirs, ours = hello.offer.wanted, member.hello.offer.wanted
             if {theirs, ours} == {"tcp", "verbs"}:
@@ -433,6 +586,52 @@ class Membership:
                     f"{who} asks for transport {theirs}, {member.name} ({member.place}) for {ours}. "
                     "Set JAXRDMA_TRANSPORT alike on every process, or auto.",
                 )
+        return None
+
+    def _refuse_attempt(self, hello: Hello, who: str) -> Refused | None:
+        """Workers and servers must be of this attempt; launchers are told which it is, and start theirs to match.
+
+        A launcher that expects a later attempt has seen this one fail: or else this coordinator was started anew by
+        hand, from attempt 0, and that can only be one whose job is not complete yet.
+        """
+        launches = hello.role == "launcher"
+        gathers = self._failure is None and not self._tokens
+        if hello.attempt > self._attempt and not (launches and gathers):
+            return Refused(
+                "early",
+                f"it is still at attempt {self._attempt + 1} of the job, "
+                f"{who} belongs to attempt {hello.attempt + 1}",
+            )
+        if hello.attempt < self._attempt and not launches:
+            return Refused(
+                "attempt",
+                f"{who} belongs to attempt {hello.attempt + 1} of the job, which is over; this is attempt "
+                f"{self._attempt + 1}. Set JAXRDMA_ATTEMPT alike on every process.",
+            )
+        return None
+
+    def _refuse_place(self, first: _Member, hello: Hello, who: str) -> Refused | None:
+        """The place of `first` may be taken if that was lost, and the job has borne it."""
+        if first.lost is None:
+            return Refused("duplicate", self._duplicate(first, who))
+        if self._saving_since is not None:
+            return Refused("ended", f"{who} comes too late: all other workers have left.")
+        if any(m.hello.incarnation == hello.incarnation for m in self._lives(first)):
+            return Refused(
+                "duplicate",
+                f"{who} gives the incarnation of a process that was here before and was lost. "
+                "Every process needs one of its own; is this a copy of one?",
+            )
+        transport, _ = self._transport
+        if hello.offer.wanted not in ("auto", transport):
+            return Refused(
+                "settings",
+                f"{who} asks for transport {hello.offer.wanted}, and the job has {transport}. "
+                "Set JAXRDMA_TRANSPORT alike on every process, or auto.",
+            )
+        if transport == "verbs" and not hello.offer.verbs:
+            text = f"{who} {hello.offer.why}, and the job has transport verbs"
+            return Refused("transport", f"{text}. `jaxrdma doctor` tells more there.")
         return None
 
     def _duplicate(self, first: _Member, who: str) -> str:
@@ -470,6 +669,192 @@ class Membership:
             *self._transport,
         )
 
+    # --- returning ---
+
+    def _take_place(self, member: _Member, before: _Member) -> Outgoing:
+        """Every server is told whom to expect, before the worker is told where to knock."""
+        member.returned = True
+        index, incarnation = member.hello.index, member.hello.incarnation
+        self.notes.append(f"{member.name} ({member.place}) comes in the place of {before.place}")
+        servers = self._of("server")
+        member.awaits = {s.hello.index for s in servers}
+        out: Outgoing = []
+        for server in servers:
+            token = self._tokens[index, server.hello.index] = self._token()
+            out.append((server.id, AdmitWorker(index, incarnation, token)))
+        return out
+
+    def _worker_admitted(self, server: _Member, message: WorkerAdmitted, now: float) -> Outgoing:
+        member = self._places.get(("worker", message.index))
+        if server.hello.role != "server" or member is None:
+            return self._broken(
+                server, f"admitted worker {message.index}, which nobody asked it to", now
+            )
+        awaited = server.hello.index in member.awaits
+        if not awaited or member.gone or member.hello.incarnation != message.incarnation:
+            return []  # another life of it, lost meanwhile
+        if message.problem:
+            text = f"{server.name} ({server.place}) cannot let it in: {message.problem}"
+            told = JobFailed("transport", f"{member.name}: {text}", "worker", message.index)
+            return [(member.id, told), *self._turn_away(member, "transport", text, now)]
+        member.awaits.discard(server.hello.index)
+        return [] if member.awaits else [(member.id, self._roster(member))]
+
+    def _resume(self, member: _Member, flow: _Flow, proposal: FlowProposal, now: float) -> Outgoing:
+        """Who returned has called init for a model that started without it."""
+        number, index = proposal.flow, member.hello.index
+        difference = _difference(proposal, flow.proposals[index], member.name, "the job")
+        if difference is not None:
+            rejected = FlowRejected(number, f"model {number} is not that of the job: {difference}")
+            out = self._turn_away(member, "mismatch", f"model {number}: {difference}", now)
+            return [(member.id, rejected), *out]
+        member.resumed.add(number)
+        if flow.aggregation is None:  # nothing lies on the servers
+            assert flow.start is not None, "what bears a loss has started"
+            return self._begins(number, member, flow.start.restored or 0)
+        decisions = flow.aggregation.joins(index, member.hello.incarnation)
+        return self._decided(number, flow, decisions, now)
+
+    def _begins(self, number: int, member: _Member, step: int) -> Outgoing:
+        self.notes.append(f"{member.name} is back in model {number} from step {step} on")
+        return [(member.id, FlowStart(number, joined=step))]
+
+    def _turn_away(self, member: _Member, kind: str, why: str, now: float) -> Outgoing:
+        """Who returned cannot be let in, and is told so. For the others the place is empty as before."""
+        member.confessed = True
+        text = f"{member.name} ({member.place}) came back and was turned away: {why}"
+        return self._lose(member, kind, text, now)
+
+    def _lives(self, member: _Member) -> list[_Member]:
+        """All that had, or have, the place of `member`, the oldest first."""
+        place = (member.hello.role, member.hello.index)
+        return [m for m in self._members.values() if (m.hello.role, m.hello.index) == place]
+
+    def _absent(self) -> list[_Member]:
+        """Lost workers whose place is kept and not taken."""
+        return [m for m in self._of("worker") if m.lost is not None and not m.left]
+
+    def _stands_still(self) -> bool:
+        """Whether there is nothing to do but to wait for those who are absent, or came back and are not in yet."""
+        if all(m.left or m.lost is not None for m in self._of("worker")):
+            return True
+        flows = (flow.aggregation for flow in self._flows.values())
+        return any(each is not None and each.stands_still for each in flows)
+
+    def _absence_text(self, now: float) -> str:
+        """Who waits for whom, since when, and how to bring it back; empty if nobody does."""
+        if not self._stands_still():
+            return ""
+        texts = [self._absent_text(m, now) for m in self._absent()]
+        for number, flow in self._flows.items():
+            if flow.aggregation is None or not flow.aggregation.stands_still:
+                continue
+            texts += [
+                f"{m.name} ({m.place}, {m.state or 'no news'}), which came back, to call init for model {number}"
+                for m in self._of("worker")
+                if m.returned and not m.gone and number not in m.resumed
+            ]
+        return f"training stands still, and waits for {'; and for '.join(texts)}" if texts else ""
+
+    def _absent_text(self, member: _Member, now: float) -> str:
+        assert member.lost is not None
+        seconds = now - member.lost_at
+        workers, servers = self._expected["worker"], self._expected["server"]
+        command = (
+            f"JAXRDMA_COORDINATOR={self.address or 'HOST:PORT'} JAXRDMA_INDEX={member.hello.index} "
+            f"JAXRDMA_NUM_WORKERS={workers} JAXRDMA_NUM_SERVERS={servers} python SCRIPT"
+        )
+        if self._secret:
+            command += ", with the job's JAXRDMA_SECRET and JAXRDMA_JOB"
+        return (
+            f"{member.name}, which was lost {seconds:.0f} s ago: {member.lost.text}. If nothing starts it again, give "
+            f"within {max(0.0, self._connect_timeout - seconds):.0f} s: {command}"
+        )
+
+    # --- followers ---
+
+    def _announce_follower(self, follower: _Member) -> Outgoing:
+        """Every server is told whom to expect, before the follower is told where to knock."""
+        servers = self._of("server")
+        follower.tokens = {s.hello.index: self._token() for s in servers}
+        follower.awaits = set(follower.tokens)
+        incarnation = follower.hello.incarnation
+        return [
+            (s.id, AdmitFollower(follower.number, incarnation, follower.tokens[s.hello.index]))
+            for s in servers
+        ]
+
+    def _follower_admitted(
+        self, server: _Member, message: FollowerAdmitted, now: float
+    ) -> Outgoing:
+        if server.hello.role != "server" or not self._started:
+            return self._broken(
+                server, "admitted a follower, which only a server of a complete job does", now
+            )
+        follower = next((m for m in self._followers() if m.number == message.number), None)
+        if follower is None:
+            return []  # gone meanwhile
+        if message.problem:
+            why = f"{server.name} ({server.place}) cannot serve it: {message.problem}"
+            return self._dismiss_follower(follower, "transport", why)
+        follower.awaits.discard(server.hello.index)
+        if follower.awaits or follower.ready:
+            return []
+        follower.ready = True
+        servers = [
+            ServerEntry(
+                s.hello.index,
+                s.address,
+                s.hello.incarnation,
+                {follower.number: follower.tokens[s.hello.index]},
+            )
+            for s in self._of("server")
+        ]
+        settings = server.hello.settings
+        out: Outgoing = [
+            (follower.id, Follows(follower.number, servers, *self._transport, settings))
+        ]
+        for flow in self._flows.values():
+            if flow.agreed:
+                out.append((follower.id, _agreement(flow.proposals[0], None)))
+            if flow.start is not None:
+                out.append((follower.id, flow.start))
+        return out
+
+    def _of_follower(self, follower: _Member, message: ClientMessage) -> Outgoing:
+        """Whatever it says, it concerns nobody else."""
+        match message:
+            case Heartbeat():
+                follower.step, follower.state = max(follower.step, message.step), message.state
+                return [(follower.id, Alive())]
+            case Left() | Bye() | Failed():
+                return self._forget_follower(follower, "it left")
+            case _:
+                why = "it sent a message that is not for followers to send"
+                return self._dismiss_follower(follower, "protocol", why)
+
+    def _dismiss_follower(self, follower: _Member, kind: str, why: str) -> Outgoing:
+        text = f"{follower.name} ({follower.place}) was dismissed: {why}"
+        self.notes.append(text)
+        out = self._forget_follower(follower, why)
+        return [*out, (follower.id, JobFailed(kind, text, "follower", follower.number))]
+
+    def _forget_follower(self, follower: _Member, why: str) -> Outgoing:
+        follower.gone = True
+        if not follower.tokens:
+            return []
+        servers = [m for m in self._of("server") if not m.gone]
+        return self._to(servers, DismissFollower(follower.number, why))
+
+    def _overdue_followers(self, now: float) -> Outgoing:
+        out: Outgoing = []
+        for follower in self._followers():
+            silent = now - follower.heard
+            if silent > self._heartbeat_timeout:
+                why = f"it has been silent for {silent:.0f} s. Call jaxrdma.follow again"
+                out += self._dismiss_follower(follower, "silent", why)
+        return out
+
     # --- flows ---
 
     def _proposal(self, member: _Member, proposal: FlowProposal, now: float) -> Outgoing:
@@ -479,12 +864,16 @@ class Membership:
                 member, "proposed a model, which only a worker of a complete job does", now
             )
         number = proposal.flow
+        if (flaw := _flaw(proposal, self._expected["worker"])) is not None:
+            return self._broken(member, f"proposed a model {number} that cannot be: {flaw}", now)
         flow = self._flows.get(number)
         if flow is None:
             savepoints = Savepoints(number, self._expected["server"])
             flow = _Flow(now, now + control.PROGRESS_SECONDS, savepoints)
             self._flows[number] = flow
         if index in flow.proposals:
+            if member.returned and flow.start is not None and number not in member.resumed:
+                return self._resume(member, flow, proposal, now)
             return self._broken(member, f"proposed model {number} twice", now)
         for other, theirs in sorted(flow.proposals.items()):
             difference = _difference(proposal, theirs, member.name, f"worker {other}")
@@ -505,11 +894,15 @@ class Membership:
                 member, f"gave {len(programs)} update programs for {servers} servers", now
             )
         flow.agreed = True
+        flow.on_loss = from_wire(proposal.policy).on_loss
         flow.since, flow.next_text = now, now + control.PROGRESS_SECONDS
         out: Outgoing = []
         for m in self._crew():
             program = programs[m.hello.index] if programs and m.hello.role == "server" else None
             out.append((m.id, _agreement(proposal, program)))
+        for m in self._followers():
+            if m.ready:
+                out.append((m.id, _agreement(proposal, None)))
         # Programs can be large, and nobody asks for them again.
         flow.proposals = {
             w: msgspec.structs.replace(p, programs=[]) for w, p in flow.proposals.items()
@@ -540,15 +933,16 @@ class Membership:
             (self._places["server", server].id, message) for server, message in orders.messages
         ]
         if orders.start is not None:
-            flow.started = True
-            out += self._to(self._live(), orders.start)
+            flow.start = orders.start
+            out += self._to((m for m in self._live() if m.ready or not m.follows), orders.start)
             step = orders.start.restored or 0
             out += self._begin_to_aggregate(orders.start.flow, flow, step, now)
         return out
 
     def _begin_to_aggregate(self, number: int, flow: _Flow, step: int, now: float) -> Outgoing:
-        policy = from_wire(flow.proposals[0].policy)
-        if policy.held == 0 or not flow.holders:
+        proposal = flow.proposals[0]
+        policy = from_wire(proposal.policy)
+        if policy.held == 0 or not flow.holders or proposal.mode == "ema":
             return []
         workers = self._of("worker")
         replicas = {worker.hello.index: worker.hello.incarnation for worker in workers}
@@ -575,8 +969,11 @@ class Membership:
         )
         return self._decided(message.flow, flow, decisions, now)
 
-    def _decided(self, number: int, flow: _Flow, decisions: Decisions, now: float) -> Outgoing:
-        """What servers are told of decisions; a job that cannot go on fails."""
+    def _decided(
+        self, number: int, flow: _Flow, decisions: Decisions, now: float, kind: str = "left"
+    ) -> Outgoing:
+        """What servers are told of decisions; a job that cannot go on fails, by a failure of that `kind`."""
+        out: Outgoing = []
         told: list[Mean | Dropped | Answered] = []
         dropped: set[GradientName] = set()
         for decision in decisions:
@@ -589,14 +986,19 @@ class Membership:
                 case Answering(replica, incarnation, sequence, step) if sequence != JOINING:
                     name = GradientName(replica, incarnation, sequence)
                     told.append(Answered(name, step, name not in dropped))
+                case Answering(replica, _, _, step):
+                    # With the model itself a worker begins by itself.
+                    member = self._places["worker", replica]
+                    out += self._begins(number, member, step) if number in member.resumed else []
                 case Fail(text):
-                    return self._fail("left", f"model {number}: {text}", None, now)
+                    return self._fail(kind, f"model {number}: {text}", None, now)
                 case _:
-                    pass  # an epoch; or a worker that begins, which it does by itself
-        if not told:
-            return []
-        holders = [m for m in self._of("server") if m.hello.index in flow.holders and not m.gone]
-        return self._to(holders, Decided(number, told))
+                    pass  # an epoch
+        if told:
+            servers = self._of("server")
+            holders = [m for m in servers if m.hello.index in flow.holders and not m.gone]
+            out += self._to(holders, Decided(number, told))
+        return out
 
     def _reject(self, number: int, difference: str, member: _Member, now: float) -> Outgoing:
         text = f"model {number} is not the same on all workers: {difference}"
@@ -625,27 +1027,68 @@ class Membership:
         if not self._started:
             text = f"{member.name} ({member.place}) gave up before everybody was there"
             return self._fail("left", text, member, now)
-        out = self._to(self._live(), MemberLeft("worker", member.hello.index, step), but=member)
+        out = self._to(
+            self._essential(), MemberLeft("worker", member.hello.index, step), but=member
+        )
         for number, flow in self._flows.items():
             if not flow.agreed and member.hello.index not in flow.proposals:
                 waiting = f"worker {min(flow.proposals)}"
                 return out + self._fail("left", _deserted(member, number, waiting), member, now)
             if flow.aggregation is not None:
-                decisions = flow.aggregation.leaves(member.hello.index, member.hello.incarnation)
-                out += self._decided(number, flow, decisions, now)
-        if all(m.left for m in self._of("worker")):
+                # If it came back and never took up this model, the place is kept for a life before it.
+                for life in self._lives(member):
+                    decisions = flow.aggregation.leaves(life.hello.index, life.hello.incarnation)
+                    out += self._decided(number, flow, decisions, now)
+        return out + self._end_if_all_left(now)
+
+    def _end_if_all_left(self, now: float) -> Outgoing:
+        out: Outgoing = []
+        if self._failure is None and all(m.left for m in self._of("worker")):
             self._saving_since = now
             for flow in self._flows.values():
                 out += self._carry_out(flow, flow.savepoints.finish(), now)
             out += self._shut_down_if_saved(now)
         return out
 
+    def _lose(self, member: _Member, kind: str, text: str, now: float) -> Outgoing:
+        """Nothing is to be expected of `member` any more: the job bears that, if it can."""
+        if self._failure is not None:
+            return []  # it heard of that
+        flows = self._flows.values()
+        bears = (
+            member.hello.role == "worker"
+            and self._started
+            and bool(flows)
+            and all(flow.start is not None and flow.on_loss != "fail" for flow in flows)
+        )
+        if not bears:
+            return self._fail(kind, text, member, now)
+        waits = any(flow.on_loss == "wait" for flow in flows)
+        out: Outgoing = []
+        index = member.hello.index
+        if not member.gone and not member.confessed:  # it may be stopped, and wake
+            why = f"{text}. {_KEPT if waits else _LEFT_OUT}"
+            out = self._to([member], JobFailed("lost", why, "worker", index))
+        member.lost, member.lost_at = JobFailed(kind, text, "worker", index), now
+        member.left, member.gone = not waits, True
+        self._next_reminder = now + _REMIND_SECONDS
+        self.notes.append(
+            f"{text}; {'its place is kept' if waits else 'the job goes on without it'}"
+        )
+        out += self._to(self._essential(), MemberLost("worker", index, kind, text, waits))
+        for number, flow in self._flows.items():
+            if flow.aggregation is not None and self._failure is None:
+                decisions = flow.aggregation.lost(index, member.hello.incarnation, text)
+                out += self._decided(number, flow, decisions, now, kind)
+        return out + self._end_if_all_left(now)
+
     def _shut_down_if_saved(self, now: float) -> Outgoing:
         """The servers may end when all workers have left, and the last step of each model is saved."""
         if self._saving_since is None or self._shutdown_since is not None or self.saving:
             return []
         self._shutdown_since = now
-        return self._to([m for m in self._live() if m.hello.role == "server"], Shutdown())
+        told = [m for m in self._live() if m.hello.role == "server" or m.follows]
+        return self._to(told, Shutdown())
 
     def _bye(self, member: _Member, now: float) -> Outgoing:
         if member.confessed:
@@ -668,8 +1111,13 @@ class Membership:
             )
         host = launcher.hello.host
         member = self._places.get((ended.role, ended.index))
-        if ended.well and member is not None:
+        if member is not None and (ended.well or member.lost is not None):
             return []
+        if any(
+            m.lost is not None and (m.hello.host, m.hello.pid) == (host, ended.pid)
+            for m in self._members.values()
+        ):
+            return []  # an earlier life of it
         if member is not None and (member.hello.host, member.hello.pid) == (host, ended.pid):
             if not member.left:
                 return []
@@ -681,7 +1129,7 @@ class Membership:
             elif self._refusal is not None:
                 at, why = self._refusal
                 text += f" (refused {now - at:.0f} s ago: {why})"
-        self._failure = JobFailed("died", text, ended.role, ended.index)
+        self._failure = JobFailed("left" if ended.well else "died", text, ended.role, ended.index)
         self._failed_at = now
         return self._to(self._live(), self._failure)
 
@@ -689,17 +1137,33 @@ class Membership:
         member.confessed = True
         verb = {
             "raised": "raised",
+            "config": "raised",
             "connection": "reports",
             "left": "reports",
             "interrupted": "was",
         }.get(message.kind, "failed")
+        if member.launches and message.kind != "interrupted":
+            verb = "reports"
         text = f"{member.name} ({member.place}) {verb}: {message.text}"
         failure = JobFailed(message.kind, text, member.hello.role, member.hello.index)
         if message.kind != "connection":
-            return self._fail(message.kind, text, member, now)
+            return self._lose(member, message.kind, text, now)
         if self._suspect is None:
             self._suspect = (now + ROOT_CAUSE_SECONDS, failure, member)
         return []
+
+    def _connection_lost(self, server: _Member, message: LostWorker, now: float) -> Outgoing:
+        worker = self._places.get(("worker", message.index))
+        if server.hello.role != "server" or worker is None:
+            return self._broken(server, f"lost worker {message.index}, which it never had", now)
+        if worker.left or worker.gone or worker.hello.incarnation != message.incarnation:
+            return []
+        failed = Failed("connection", message.text)
+        if all(flow.on_loss == "fail" for flow in self._flows.values()):
+            return self._member_failed(server, failed, now)
+        return self._lose(
+            worker, "connection", f"{server.name} ({server.place}) reports: {message.text}", now
+        )
 
     def _confirm_suspect(self, member: _Member, now: float) -> Outgoing:
         """Whoever reported a lost connection is gone itself. A better cause is still awaited, unless nobody is left."""
@@ -730,8 +1194,11 @@ class Membership:
     # --- time ---
 
     def _overdue(self, now: float) -> Outgoing:
-        for member in self._live():
-            silent = now - member.heard - (_LAUNCHER_SECONDS if member.launches else 0.0)
+        out: Outgoing = []
+        for member in self._essential():
+            # Of a machine that falls silent, its workers and servers are named rather than its launcher, which may have
+            # been heard a little earlier.
+            silent = now - member.heard - (self._beat_seconds if member.launches else 0.0)
             if silent > self._heartbeat_timeout and not (
                 member.left and member.hello.role == "worker"
             ):
@@ -739,37 +1206,179 @@ class Membership:
                     f"{member.name} ({member.place}) has been silent for {silent:.0f} s, {member.last}: "
                     "it was stopped, or its machine or the network to it is gone"
                 )
-                return self._fail("silent", text, member, now)
+                out += self._lose(member, "silent", text, now)
+                if self._failure is not None:
+                    return out
         if self._suspect is not None and now >= self._suspect[0]:
             _, failure, accused = self._suspect
-            return self._fail(failure.kind, failure.text, accused, now)
+            return out + self._fail(failure.kind, failure.text, accused, now)
         if not self._started and now - self._since >= self._connect_timeout:
-            return self._fail(
+            return out + self._fail(
                 "timeout", f"the job did not start: {self._barrier_text(now)}", None, now
             )
+        for member in self._absent() if self._stands_still() else ():
+            if member.lost is not None and now - member.lost_at >= self._connect_timeout:
+                text = f"{member.lost.text}; nobody took its place in {now - member.lost_at:.0f} s"
+                return out + self._fail(member.lost.kind, text, member, now)
         if self._saving_since is not None and self.saving:
             seconds = now - self._saving_since
             if seconds >= LAST_SAVE_SECONDS:
                 text = (
                     f"{_list(self.waits_for())} did not save the last step within {seconds:.0f} s"
                 )
-                return self._fail("timeout", text, None, now)
+                return out + self._fail("timeout", text, None, now)
         if self._shutdown_since is not None and now - self._shutdown_since >= SHUTDOWN_SECONDS:
             late = next((m for m in self._of("server") if not m.gone), None)
             if late is not None:
                 text = f"{late.name} ({late.place}) did not end within {SHUTDOWN_SECONDS:.0f} s of the last worker"
-                return self._fail("timeout", text, late, now)
-        return []
+                return out + self._fail("timeout", text, late, now)
+        return out
+
+    def _stalled(self, now: float) -> Outgoing:
+        """What comes of a step that takes long."""
+        stuck = self._stuck(now)
+        if not stuck:
+            self._stall = (0.0, self._stall_warning)
+            return []
+        due, pause = self._stall
+        longest = max(now - m.since for m in stuck)
+        if now < due and longest < self._step_timeout:
+            return []
+        text = self._stall_text(now)
+        if longest >= self._step_timeout:
+            late = self._late_for(stuck)
+            text += f". No step may take longer than JAXRDMA_STEP_TIMEOUT, {self._step_timeout:g} s"
+            return self._fail("stalled", text, late[0] if late else None, now)
+        self._stall = (now + pause, 2 * pause)
+        self.notes.append(text)
+        return self._to(stuck, Waiting(text))
+
+    def _stuck(self, now: float) -> list[_Member]:
+        """Workers that are long in a step, and it is not said anyway that they wait for a lost one."""
+        if not self._started or self._stands_still():
+            return []
+        return [
+            m
+            for m in self._of("worker")
+            if m.state == IN_STEP and self._takes_part(m) and now - m.since >= self._stall_warning
+        ]
+
+    def _takes_part(self, member: _Member) -> bool:
+        return not (member.left or member.gone)
+
+    def _stall_text(self, now: float) -> str:
+        """Who waits for whom, in a step that takes long; else empty."""
+        stuck = self._stuck(now)
+        if not stuck:
+            return ""
+        concerned = stuck, self._late_for(stuck), self._of("server")
+        return explain(*([self._process_status(m, now) for m in members] for members in concerned))
+
+    def _late_for(self, stuck: list[_Member]) -> list[_Member]:
+        """Whose gradients the steps lack that these are in: those of workers that are in none."""
+        late: set[int] = set()
+        for number, flow in self._flows.items():
+            here = [m.hello.index for m in stuck if m.wait is None or m.wait.flow == number]
+            if flow.aggregation is None:
+                late |= {m.hello.index for m in self._of("worker") if here}
+            elif any(map(flow.aggregation.awaits_others, here)):
+                late |= {awaited.replica for awaited in flow.aggregation.waits_for()}
+        return [
+            m
+            for m in self._of("worker")
+            if m.hello.index in late and m.state != IN_STEP and self._takes_part(m)
+        ]
+
+    def _trace(self, tracer: int, hello: Hello) -> Outgoing:
+        """Everybody is asked to answer whenever it can; nobody waits for that but who asked."""
+        refused = self._refuse_stranger(hello, "a tracer")
+        if refused is None and self._failure is not None:
+            text = f"the job has failed: {self._failure.text}. With JAXRDMA_TRACE_DIR its processes have left files."
+            refused = Refused("failed", text)
+        if refused is None and len(self._tracers) >= _MOST_TRACERS:
+            refused = Refused(
+                "full", f"{_MOST_TRACERS} others ask for the same just now. Try again."
+            )
+        if refused is not None:
+            return [(tracer, refused)]
+        self._tracers.add(tracer)
+        asked = [m for m in self._crew() if not m.left]
+        begin: Outgoing = [(tracer, Tracing([m.name for m in asked]))]
+        return begin + self._to(asked, SendTrace(tracer, max(0, hello.index)))
+
+    def status(self, now: float) -> JobStatus:
+        """The job as it is, for people."""
+        if self._failure is not None:
+            phase, text = "failed", self._failure.text
+        elif not self._started:
+            phase, text = "starting", self._barrier_text(now)
+        elif self._saving_since is not None or self._shutdown_since is not None:
+            phase, text = "ending", self.progress_text(now)
+        else:
+            waiting = [
+                self._flow_text(n, f, now) for n, f in self._flows.items() if f.start is None
+            ]
+            text = "; ".join(waiting) or self._absence_text(now) or self._stall_text(now)
+            phase = "training"
+        processes = [
+            self._process_status(m, now)
+            for m in sorted(self._members.values(), key=lambda m: (m.hello.role, m.hello.index))
+            if not m.follows and not m.gone
+        ]
+        models = [_model_status(number, flow) for number, flow in sorted(self._flows.items())]
+        return JobStatus(
+            job=self._job,
+            attempt=self._attempt,
+            phase=phase,
+            text=text,
+            seconds=now - self._began,
+            transport=self._transport[0],
+            why=self._transport[1],
+            processes=processes,
+            models=models,
+            followers=len(self._followers()),
+            refused=self._refused,
+        )
+
+    def _process_status(self, member: _Member, now: float) -> ProcessStatus:
+        accepted = dropped = -1
+        for flow in self._flows.values():
+            if member.hello.role == "worker" and flow.aggregation is not None:
+                counts = flow.aggregation.counts(member.hello.index)
+                accepted = max(0, accepted) + counts.accepted
+                dropped = max(0, dropped) + sum(counts.dropped.values())
+        return ProcessStatus(
+            name=member.name,
+            host=member.hello.host,
+            pid=member.hello.pid,
+            incarnation=member.hello.incarnation,
+            state="left" if member.left else member.state,
+            doing=member.doing,
+            wait=member.wait,
+            seconds=now - member.since,
+            step=member.step,
+            step_seconds=member.pace.step_seconds,
+            sent=member.pace.sent,
+            received=member.pace.received,
+            accepted=accepted,
+            dropped=dropped,
+            silent=now - member.heard,
+            refused=member.refused,
+        )
 
     def _texts(self, now: float) -> Outgoing:
         out: Outgoing = []
         if not self._started and now >= self._next_text:
-            self._next_text = now + control.PROGRESS_SECONDS
+            self._next_text = now + control.progress_pause(now - self._since)
             out += self._to(self._live(), Waiting(self._barrier_text(now)))
         for number, flow in self._flows.items():
-            if not flow.started and now >= flow.next_text:
-                flow.next_text = now + control.PROGRESS_SECONDS
+            if flow.start is None and now >= flow.next_text:
+                flow.next_text = now + control.progress_pause(now - flow.since)
                 out += self._to(self._live(), Waiting(self._flow_text(number, flow, now)))
+        if now >= self._next_reminder and (text := self._absence_text(now)):
+            self._next_reminder = now + _REMIND_SECONDS
+            self.notes.append(text)
+            out += self._to(self._live(), Waiting(text))
         return out
 
     def progress_text(self, now: float) -> str:
@@ -814,16 +1423,24 @@ class Membership:
     # --- members ---
 
     def _of(self, role: str) -> list[_Member]:
-        return sorted(
-            (m for m in self._members.values() if m.hello.role == role), key=lambda m: m.hello.index
-        )
+        """Those in the places of that role, by index: who is gone too, until another takes its place."""
+        members = (m for (kind, _), m in self._places.items() if kind == role)
+        return sorted(members, key=lambda m: m.hello.index)
 
     def _live(self) -> list[_Member]:
         return [m for m in self._members.values() if not m.gone]
 
+    def _essential(self) -> list[_Member]:
+        """Those that live, but for followers."""
+        return [m for m in self._live() if not m.follows]
+
+    def _followers(self) -> list[_Member]:
+        """Those that live, and take."""
+        return [m for m in self._live() if m.follows]
+
     def _crew(self) -> list[_Member]:
         """Servers and workers that live."""
-        return [m for m in self._live() if not m.launches]
+        return [m for m in self._essential() if not m.launches]
 
     def _missing(self) -> list[str]:
         if self._tokens:
@@ -839,6 +1456,21 @@ class Membership:
         self, members: Iterable[_Member], message: CoordinatorMessage, but: _Member | None = None
     ) -> Outgoing:
         return [(m.id, message) for m in members if m is not but]
+
+
+def _flaw(proposal: FlowProposal, workers: int) -> str | None:
+    """Why no worker of ours proposes this, or None: all that follows relies on a policy and sizes that can be."""
+    try:
+        policy = from_wire(proposal.policy)
+        if policy.complete(workers) != policy:
+            return f"its policy is not complete: {proposal.policy}"
+    except ConfigError as error:
+        return str(error)
+    if proposal.mode not in ("update", "average", "ema"):
+        return f"there is no mode {proposal.mode!r}"
+    if sum(math.prod(leaf.shape) for leaf in proposal.leaves) > _MOST_PARAMETERS:
+        return f"it has more than {_MOST_PARAMETERS:.0e} parameters"
+    return None
 
 
 def _difference(a: FlowProposal, b: FlowProposal, a_name: str, b_name: str) -> str | None:
@@ -872,13 +1504,27 @@ def _agreement(proposal: FlowProposal, program: bytes | None) -> FlowAgreed:
         policy=proposal.policy,
         update_fingerprint=proposal.update_fingerprint,
         program=program,
+        averaged=proposal.averaged,
+    )
+
+
+def _model_status(number: int, flow: _Flow) -> ModelStatus:
+    proposal = next(iter(flow.proposals.values()))
+    return ModelStatus(
+        flow=number,
+        state="proposed" if not flow.agreed else "agreed" if flow.start is None else "started",
+        mode=proposal.mode,
+        policy=from_wire(proposal.policy).describe(),
+        leaves=len(proposal.leaves),
+        parameters=sum(math.prod(leaf.shape) for leaf in proposal.leaves),
     )
 
 
 def _deserted(member: _Member, flow: int, waiting: str) -> str:
+    went = "left" if member.lost is None else "was lost"
     return (
-        f"{member.name} ({member.place}) left, {member.last}, and never called init for model {flow}, "
-        f"for which {waiting} waits"
+        f"{member.name} ({member.place}) {went}, {member.last}, and never called init "
+        f"for model {flow}, for which {waiting} waits"
     )
 
 
@@ -897,6 +1543,7 @@ class Coordinator:
     - `on_failure`: called once, as soon as the job has failed.
     - `on_saving`: called once, with the most seconds that may take, when all workers have left and the last step is
       being saved.
+    - `on_lost`: called for each process whose loss the job bears.
     """
 
     def __init__(
@@ -906,16 +1553,17 @@ class Coordinator:
         say: Callable[[str], None] = control.say_on_stderr,
         on_failure: Callable[[JobFailed], None] = lambda failure: None,
         on_saving: Callable[[float], None] = lambda seconds: None,
+        on_lost: Callable[[MemberLost], None] = lambda lost: None,
     ) -> None:
         self._membership = membership
         self._listen = listen
         self._say = say
         self._on_failure = on_failure
         self._on_saving = on_saving
+        self._on_lost = on_lost
         self._told_saving = False
         self._queues: dict[int, asyncio.Queue[CoordinatorMessage | None]] = {}
         self._next_id = 0
-        self._said = time.monotonic()
         self._told_transport = False
         self._changed = asyncio.Event()
         self._server: Any = None
@@ -927,7 +1575,8 @@ class Coordinator:
         """
         host, port = parse_address(self._listen, "listen address")
         # gRPC's Python package has no type information.
-        self._server = cast(Any, grpc.aio).server(options=control.GRPC_OPTIONS)
+        expected = self._membership.size
+        self._server = cast(Any, grpc.aio).server(options=_server_options(expected))
         handler: Any = cast(Any, grpc).stream_stream_rpc_method_handler(self._attend)
         service, method = control.METHOD.strip("/").split("/")
         self._server.add_generic_rpc_handlers(
@@ -942,24 +1591,29 @@ class Coordinator:
                 f"the coordinator cannot listen at {self._listen}: {_why_not(host, port)}"
             )
         await self._server.start()
-        return format_address(host, taken)
+        self._membership.address = format_address(host, taken)
+        return self._membership.address
 
     async def run(self) -> JobFailed | None:
         """Until the job is over. Returns why it failed, or None."""
         told = False
+        # Since when for somebody, and when that was last said.
+        waits = said = time.monotonic()
         while not self._membership.is_over(time.monotonic()):
             if self._membership.failure is not None and not told:
                 told = True
                 self._on_failure(self._membership.failure)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _TICK_SECONDS)
+                await asyncio.wait_for(self._changed.wait(), self._membership.next_tick)
             now = time.monotonic()
             self._send(self._membership.tick(now))
             self._changed.clear()  # after its own messages, which are no news: this loop would never sleep
-            if now - self._said >= control.PROGRESS_SECONDS:
-                self._said = now
-                if text := self._membership.progress_text(now):
-                    self._say(text)
+            text = self._membership.progress_text(now)
+            if not text:
+                waits = said = now
+            elif now - said >= control.progress_pause(now - waits):
+                said = now
+                self._say(text)
         failure = self._membership.failure
         if failure is not None and not told:
             self._on_failure(failure)
@@ -977,12 +1631,22 @@ class Coordinator:
         self._send(self._membership.interrupt(why, time.monotonic()))
 
     async def _attend(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        secret = dict(context.invocation_metadata() or ()).get(control.SECRET_KEY, b"")
+        refused = self._membership.knock(secret, time.monotonic())
+        if refused is not None:
+            self._send([])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GOODBYE_SECONDS):
+                    await context.write(control.encode(refused))
+            return
         member, self._next_id = self._next_id, self._next_id + 1
         outgoing: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()
         self._queues[member] = outgoing
         reading = asyncio.ensure_future(self._read(member, requests, outgoing))
         try:
             while (message := await outgoing.get()) is not None:
+                if isinstance(message, Alive | Welcome):
+                    message = msgspec.structs.replace(message, time_ns=time.time_ns())
                 await context.write(control.encode(message))
                 if isinstance(message, Refused):
                     break
@@ -1000,11 +1664,13 @@ class Coordinator:
     ) -> None:
         """Feed the messages of one stream to the membership; at the end, or at a bad one, let the stream end."""
         why = ""
+        known = False
         try:
             async with asyncio.timeout(_HELLO_SECONDS) as patience:
                 async for data in requests:
                     patience.reschedule(None)
                     message = control.decode_client(data)
+                    known = True
                     self._send(self._membership.handle(member, message, time.monotonic()))
                     if isinstance(message, Bye):
                         break
@@ -1012,6 +1678,10 @@ class Coordinator:
             why = "it never said hello"
         except msgspec.MsgspecError as error:
             why = f"it sent a message that cannot be read ({error})"
+        except Exception as error:  # a mistake of ours, or gRPC's word on what is too large
+            why = f"what it sent cannot be dealt with ({error!r})"
+        if not known:
+            self._membership.turn_away(why or "it ended without a word", time.monotonic())
         self._send(self._membership.lost(member, why, time.monotonic()))
         outgoing.put_nowait(None)
 
@@ -1022,8 +1692,11 @@ class Coordinator:
         if self._membership.saving and not self._told_saving:
             self._told_saving = True
             self._on_saving(LAST_SAVE_SECONDS)
+        # Everybody is told the same.
+        for lost in {m.index: m for _, m in out if isinstance(m, MemberLost)}.values():
+            self._on_lost(lost)
         for member, message in out:
-            if isinstance(message, Refused):
+            if isinstance(message, Refused) and message.kind != "early":  # which comes again soon
                 self._say(f"refused: {message.text}")
             if isinstance(message, Roster) and not self._told_transport:
                 self._told_transport = True
@@ -1033,6 +1706,22 @@ class Coordinator:
             if outgoing is not None:
                 outgoing.put_nowait(message)
         self._changed.set()
+
+
+def _server_options(members: int) -> tuple[tuple[str, int], ...]:
+    """gRPC's options for the port of a job of so many processes: bounds for those that are none of them.
+
+    Who does not speak HTTP/2 within 10 s, or speaks it and calls nothing for 10 s, is disconnected; beyond the number
+    of connections nobody is let in. A stream that is open keeps its connection.
+    """
+    most = 2 * members + MOST_FOLLOWERS + _MOST_STRANGERS
+    return (
+        *control.GRPC_OPTIONS,
+        ("grpc.max_concurrent_streams", 4),  # by connection; a process of ours needs one
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_connection_idle_ms", 10_000),
+        ("grpc.max_allowed_incoming_connections", most),
+    )
 
 
 def _why_not(host: str, port: int) -> str:
@@ -1055,12 +1744,17 @@ def run_coordinator(
     *,
     secret: str = "",
     job: str = "jaxrdma",
+    attempt: int = 0,
     connect_timeout: float = 300.0,
-    heartbeat_timeout: float = 12.0,
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+    stall_warning: float = STALL_WARNING,
+    step_timeout: float = STEP_TIMEOUT,
     report: Callable[[str], None] = lambda address: None,
     on_failure: Callable[[JobFailed], None] = lambda failure: None,
     on_saving: Callable[[float], None] = lambda seconds: None,
+    on_lost: Callable[[MemberLost], None] = lambda lost: None,
     say: Callable[[str], None] = control.say_on_stderr,
+    metrics: tuple[str, int] | None = None,
 ) -> int:
     """Coordinate one job, to its end.
 
@@ -1068,7 +1762,8 @@ def run_coordinator(
 
     - `listen`: "host:port"; port 0 takes a free one. Beyond loopback only with a secret.
     - `report`: called with the address once the port is open.
-    - `on_failure`, `on_saving`: as of `Coordinator`.
+    - `on_failure`, `on_saving`, `on_lost`: as of `Coordinator`.
+    - `metrics`: host and port at which Prometheus is told the job's numbers. `None`: nowhere.
 
     **Returns:** the exit code: 0 if all workers left and all servers ended, 1 if the job failed, 128+n on signal n.
 
@@ -1081,17 +1776,20 @@ def run_coordinator(
             num_workers,
             num_servers,
             job=job,
+            attempt=attempt,
             secret=secret,
             now=time.monotonic(),
             connect_timeout=connect_timeout,
             heartbeat_timeout=heartbeat_timeout,
+            stall_warning=stall_warning,
+            step_timeout=step_timeout,
         )
 
         def failed(failure: JobFailed) -> None:
             say(f"the job failed: {failure.text}")
             on_failure(failure)
 
-        coordinator = Coordinator(membership, listen, say, failed, on_saving)
+        coordinator = Coordinator(membership, listen, say, failed, on_saving, on_lost)
         code = 1
 
         def stop(number: signal.Signals) -> None:
@@ -1099,12 +1797,27 @@ def run_coordinator(
             code = 128 + number
             coordinator.interrupt(number.name)
 
+        # Of a signal to all processes of a job: here are no records to be written.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, stop, number)
-        report(await coordinator.start())
-        failure = await coordinator.run()
-        await coordinator.stop()
+        with contextlib.ExitStack() as stack:
+            if metrics is not None:
+                from jaxrdma.metrics import Endpoint, coordinator_registry
+
+                async def status() -> JobStatus:
+                    return membership.status(time.monotonic())
+
+                def ask() -> JobStatus:  # on the endpoint's threads
+                    asked = asyncio.run_coroutine_threadsafe(status(), loop)
+                    return asked.result(_METRICS_SECONDS)
+
+                endpoint = stack.enter_context(Endpoint(metrics, coordinator_registry(ask)))
+                say(f"coordinator: metrics at {endpoint.url}")
+            report(await coordinator.start())
+            failure = await coordinator.run()
+            await coordinator.stop()
         return 0 if failure is None else code
 
     return asyncio.run(main())

@@ -41,6 +41,10 @@ class PeerFailedError(JaxRdmaError):
         self.index = index
 
 
+class JobEndedError(JaxRdmaError):
+    """The job that is followed has ended in good order: there will be no newer parameters."""
+
+
 class StepError(JaxRdmaError):
     """The step of a state is older or newer than the servers'."""
 

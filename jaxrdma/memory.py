@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # Landing memory of one worker is this many partitions: enough to keep the wire busy while one is summed.
 SLOTS_PER_WORKER = 16
 
+# Of a follower, without room for data: what it asks for.
+SLOTS_PER_FOLLOWER = 4
+
 # Of a queue pair and its completion queue, where the driver keeps them in memory of the process: 512 sends of up to
 # 256 bytes, some 1000 receives of 16, their completions of 64.
 QUEUE_BYTES = 256 << 10
@@ -70,11 +73,24 @@ def shard_bytes(plan: "Plan", server: int, mode: str, workers: int, held: bool =
     sums = results = 0
     for leaf, count in zip(plan.leaves, elements, strict=True):
         width = ITEM_BYTES[leaf.dtype]
-        sums += -(-count * max(width, 4) // 64) * 64
-        if mode == "update" or width < 4:
+        if mode != "ema":
+            sums += -(-count * max(width, 4) // 64) * 64
+        if mode != "average" or width < 4:
             results += -(-count * width // 64) * 64
     copies = _COPIES * _pages(results) if held else 0
     return _pages(sums) + _pages(results) + copies
+
+
+def version_bytes(plan: "Plan", server: int) -> int:
+    """One copy of a server's part of the parameters, as it keeps it for a follower."""
+    from jaxrdma.plan import ITEM_BYTES
+
+    return _pages(
+        sum(
+            -(-plan.server_elements(server, i) * ITEM_BYTES[leaf.dtype] // 64) * 64
+            for i, leaf in enumerate(plan.leaves)
+        )
+    )
 
 
 def copy_bytes(plan: "Plan") -> int:

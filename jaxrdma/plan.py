@@ -8,7 +8,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -90,6 +90,30 @@ class Plan:
             for leaf, ranges in zip(self.leaves, self._pieces[server], strict=True)
             for _, elements in ranges
         )
+
+    def text(self, model: int) -> list[str]:
+        """The plan in lines, for people: what each server holds, and where each leaf of model number `model` lies."""
+        total = sum(self.server_bytes(server) for server in range(self.servers))
+        lines = [
+            f"model {model}: {len(self.leaves)} leaves, {total:,} bytes on {self.servers} servers, "
+            + ("leaves kept whole" if self.whole_leaves else "leaves may be cut")
+            + f", partitions of at most {self.partition_bytes:,} bytes"
+        ]
+        for server in range(self.servers):
+            size = self.server_bytes(server)
+            count = sum(part.server == server for part in self.partitions)
+            share = 100 * size / total if total else 0.0
+            lines.append(
+                f"  server {server}: {size:>{len(f'{total:,}')},} bytes ({share:5.1f} %), {count} partitions"
+            )
+        for index, leaf in enumerate(self.leaves):
+            places = [
+                f"server {server} [{begin}:{begin + elements}]"
+                for server in range(self.servers)
+                for begin, elements in self._pieces[server][index]
+            ]
+            lines.append(f"  {describe(leaf)}: {', '.join(places) or 'empty'}")
+        return lines
 
     @cached_property
     def _pieces(self) -> list[list[list[tuple[int, int]]]]:
@@ -196,11 +220,42 @@ def agreed_plan(
         plan = assign_partitions(leaves, servers, partition_bytes, whole_leaves)
         if plan.digest == digest:
             return plan
-    raise MismatchError(
+    raise _other_plan(leaves, servers, partition_bytes, plan.digest, digest)
+
+
+def agreed_average_plan(plan: Plan, digest: str) -> Plan:
+    """`average_plan`, which must have this digest.
+
+    **Raises:** `MismatchError` if it has another.
+    """
+    averages = average_plan(plan)
+    if averages.digest != digest:
+        raise _other_plan(
+            averages.leaves, plan.servers, plan.partition_bytes, averages.digest, digest
+        )
+    return averages
+
+
+def _other_plan(
+    leaves: Sequence[LeafSpec], servers: int, partition_bytes: int, mine: str, theirs: str
+) -> MismatchError:
+    return MismatchError(
         f"the plan for {len(leaves)} leaves on {servers} servers with partition_bytes={partition_bytes} has the digest "
-        f"{plan.digest[:12]}.. here and {digest[:12]}.. on the worker that proposed it: run the same version of "
+        f"{mine[:12]}.. here and {theirs[:12]}.. on the worker that proposed it: run the same version of "
         "jaxrdma, with the same JAXRDMA_PARTITION_BYTES, everywhere"
     )
+
+
+def average_plan(plan: Plan) -> Plan:
+    """Where the moving averages of the parameters of `plan` lie: where those do. 16-bit leaves have float32 averages.
+
+    A change of one part in a thousand is less than a 16-bit average can tell from none.
+    """
+    leaves = tuple(
+        LeafSpec(leaf.path, leaf.shape, "float32" if ITEM_BYTES[leaf.dtype] == 2 else leaf.dtype)
+        for leaf in plan.leaves
+    )
+    return replace(plan, leaves=leaves)
 
 
 def describe(leaf: LeafSpec) -> str:

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
+import msgspec
+
 from jaxrdma.errors import ConfigError
 
 OnLoss = Literal["fail", "shrink", "wait"]
@@ -29,9 +31,10 @@ class Policy(ABC):
         - "shrink": the others go on without it.
         - "wait": its place is kept for its next incarnation. A step that cannot do without it waits.
 
-    A replica whose data ran out, and which says so, is no loss: whatever `on_loss` is, the others go on without it.
+    With "shrink" and "wait", a process that is started in the place of a lost one may join the job.
 
-    Sessions run only "fail" so far, also where another is the default, and refuse what is asked for beside it.
+    A replica whose data ran out, and which says so, is no loss: whatever `on_loss` is, the others go on without it.
+    Nor can a replica be spared before training has begun: until every worker has called `init`, a loss ends the job.
     """
 
     on_loss: OnLoss | None = None
@@ -78,14 +81,6 @@ class Policy(ABC):
 
         Of a complete policy. Replicas that others have left may have more, as long as all together have no more.
         """
-
-    def resolve(self, num_workers: int) -> Self:
-        """The policy as a session runs it: complete, and nothing that sessions cannot do yet.
-
-        **Raises:** `ConfigError`, naming what cannot be, or is refused.
-        """
-        refuse_what_sessions_cannot_run(self)
-        return replace(self.complete(num_workers), on_loss="fail")
 
     def _with_on_loss(self, default: OnLoss) -> Self:
         on_loss = default if self.on_loss is None else self.on_loss
@@ -167,7 +162,9 @@ class SyncReplicas(Policy):
     @property
     def held(self) -> int:
         wanted, total = self._numbers()
-        return 0 if wanted == total else -(-wanted // total)
+        if wanted == total and self.on_loss == "fail":
+            return 0  # always one of each
+        return -(-wanted // total)
 
     def _numbers(self) -> tuple[int, int]:
         if self.replicas_to_aggregate is None or self.total_replicas is None:
@@ -270,23 +267,9 @@ def from_wire(wire: Wire) -> Policy:
     if kind is None:
         raise ConfigError(f"there is no policy {wire}: install the same jaxrdma everywhere")
     try:
-        return kind(**arguments)
-    except TypeError as error:
+        return msgspec.convert(asdict(kind(**arguments)), kind)  # which looks at the types
+    except (TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"there is no policy {wire}: {error}") from None
-
-
-def refuse_what_sessions_cannot_run(policy: Policy) -> None:
-    """Raise unless sessions can run `policy` today: the loss of a process ends the job.
-
-    So a script that asks to go on without a lost replica does not silently train until one is lost.
-
-    **Raises:** `ConfigError`, naming what is refused.
-    """
-    if policy.on_loss not in (None, "fail"):
-        raise ConfigError(
-            f"{type(policy).__name__}(on_loss={policy.on_loss!r}): only 'fail' is implemented in sessions: the loss of "
-            "a process ends the job; started again, it goes on from its last checkpoint. Leave on_loss out."
-        )
 
 
 def _suffix(on_loss: OnLoss | None) -> str:

@@ -13,34 +13,51 @@ from jaxrdma import control, transport
 from jaxrdma.cluster import ClusterSpec, bind
 from jaxrdma.control import (
     LAST,
+    MOST_FOLLOWERS,
+    AdmitFollower,
+    AdmitWorker,
     Answered,
     ControlClient,
     Decided,
+    DismissFollower,
     Dropped,
     FlowAgreed,
     FlowReady,
     FlowStart,
+    FollowerAdmitted,
     GradientName,
     JobFailed,
     Landed,
+    LostWorker,
     Mean,
     MemberLeft,
+    MemberLost,
     Message,
     Restore,
     SaveAt,
     SaveCommit,
     SaveEnded,
     Shutdown,
+    WorkerAdmitted,
 )
-from jaxrdma.errors import JaxRdmaError, MismatchError
-from jaxrdma.memory import SLOTS_PER_WORKER, Locked, shard_bytes
-from jaxrdma.plan import ITEM_BYTES, Plan, agreed_plan
+from jaxrdma.dump import Dumper
+from jaxrdma.errors import JaxRdmaError, MismatchError, TransportError
+from jaxrdma.memory import (
+    SLOTS_PER_FOLLOWER,
+    SLOTS_PER_WORKER,
+    Locked,
+    connections_bytes,
+    shard_bytes,
+    version_bytes,
+)
+from jaxrdma.plan import ITEM_BYTES, Plan, agreed_average_plan, agreed_plan
 from jaxrdma.policy import from_wire
 from jaxrdma.saver import Saver
-from jaxrdma.signals import SignalWatch, do_nothing
+from jaxrdma.signals import SignalWatch, do_nothing, see_signal
 
 if TYPE_CHECKING:
     from jaxrdma import _native
+    from jaxrdma.metrics import Endpoint, ServerMetrics
     from jaxrdma.update import ServerUpdate, StatePart
 
 # A worker's goodbye travels by the coordinator, the end of its data connection directly: so long may the goodbye be
@@ -48,19 +65,20 @@ if TYPE_CHECKING:
 _GOODBYE_SECONDS = 2.0
 
 
-def run_server(spec: ClusterSpec, listen: str) -> int:
+def run_server(spec: ClusterSpec, listen: str, metrics: tuple[str, int] | None = None) -> int:
     """Serve one job, from its start to its end.
 
     **Arguments:**
 
     - `spec`: the cluster; `spec.index` is which server this is.
     - `listen`: "host:port" for the workers' data connections; port 0 means any free one.
+    - `metrics`: host and port at which Prometheus is told this server's numbers. `None`: nowhere.
 
     **Returns:** the exit code: 0 after a job that ended in good order, 1 after a failed one, 130 after
     Ctrl-C, 143 after SIGTERM. What went wrong is printed.
     """
     try:
-        with _Server(spec, listen) as server:
+        with _Server(spec, listen, metrics) as server:
             return server.run()
     except JaxRdmaError as error:
         control.say_on_stderr(f"server {spec.index}: {type(error).__name__}: {error}")
@@ -68,13 +86,18 @@ def run_server(spec: ClusterSpec, listen: str) -> int:
 
 
 class _Server:
-    def __init__(self, spec: ClusterSpec, listen: str) -> None:
+    def __init__(self, spec: ClusterSpec, listen: str, metrics: tuple[str, int] | None) -> None:
         from jaxrdma import _native
 
         # An address that cannot be had is refused before the others are waited for.
         bind(listen, "a server").close()
         if spec.transport == "verbs":
             transport.check_verbs(spec)
+        self._metrics: ServerMetrics | None = None
+        self._endpoint: Endpoint | None = None
+        if metrics is not None:
+            self._metrics, self._endpoint = _show_metrics(spec.index, metrics)
+            control.say_on_stderr(f"server {spec.index}: metrics at {self._endpoint.url}")
         self._native = _native
         self._spec = spec
         self._listen = listen
@@ -84,23 +107,40 @@ class _Server:
         self._suspects: dict[
             int, tuple[float, str]
         ] = {}  # worker -> when its connection ended, and what it was
+        self._incarnations: dict[int, int] = {}  # of the workers that may connect
         self._left: set[int] = set()
+        self._followers: set[int] = set()
+        self._follower_room = 0  # for so many of them memory is reckoned as locked
         self._signal = 0
         self._step = -1
+        self._doing = "serving"
         self._published: dict[int, int] = {}  # by model, the version of its parameters
         # And the version to which all means that were asked for lead.
         self._decided: dict[int, int] = {}
+        self._averages: dict[int, int] = {}  # by model, which one is its averages
         self._last_saves: dict[int, SaveAt] = {}  # that wait for those means
         self._made: _native.ServerEngine | None = None
         self._locked: Locked | None = None  # over verbs
+        incarnation = secrets.randbits(63)
         self._client = ControlClient(
             spec,
             "server",
             spec.index,
-            secrets.randbits(63),
+            incarnation,
             on_message=self._on_message,
-            progress=lambda: (self._step, "serving"),
+            progress=lambda: (self._step, self._doing),
+            details=self._details,
+            traffic=self._traffic,
+            refused=lambda: 0 if self._made is None else self._made.stats().refused,
             offer=lambda: transport.offer(spec, transport.place(spec, listen)),
+        )
+        self._dumper = Dumper(
+            "server",
+            spec.index,
+            incarnation,
+            spec.trace_dir,
+            self._client.clock,
+            control.say_on_stderr,
         )
         self._watch = SignalWatch(self._on_signal)
         self._saver: Saver | None = None
@@ -116,6 +156,8 @@ class _Server:
         if self._made is not None:
             self._made.close()
         self._client.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     @property
     def _engine(self) -> "_native.ServerEngine":
@@ -126,23 +168,22 @@ class _Server:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # A Python handler must exist for the watch to see the signal.
             signal.signal(number, do_nothing)
+        if self._spec.trace_dir is not None:
+            see_signal(signal.SIGUSR1)
         with self._watch:
             # joins before anything else may fail: the others learn of failures through the client
             roster = self._client.join()
             try:
                 self._made = self._make_engine(roster.transport)
             except JaxRdmaError as error:
-                return self._fail("raised", str(error))
+                return self._fail(control.raised(error).kind, str(error))
+            self._dumper.record(self._made)
             self._made.wake()  # for what came before there was an engine to be woken
             (mine,) = [entry for entry in roster.servers if entry.index == self._spec.index]
             for worker in roster.workers:
-                status = self._engine.admit(
-                    worker.index, worker.incarnation, mine.tokens[worker.index]
-                )
-                if not status.ok:
-                    return self._fail(
-                        "raised", f"cannot admit worker {worker.index}: {status.message}"
-                    )
+                token = mine.tokens[worker.index]
+                if problem := self._admit(worker.index, worker.incarnation, token):
+                    return self._fail("raised", f"cannot admit worker {worker.index}: {problem}")
             self._client.send(control.Admitting(self._made.address))
             while True:
                 try:
@@ -150,7 +191,7 @@ class _Server:
                 except MismatchError as error:
                     return self._fail("mismatch", str(error))
                 except JaxRdmaError as error:
-                    return self._fail("raised", str(error))
+                    return self._fail(control.raised(error).kind, str(error))
                 except Exception as error:  # whatever an update raises is for every process to know
                     return self._fail("raised", f"{type(error).__name__}: {error}")
                 if code is not None:
@@ -175,10 +216,27 @@ class _Server:
                 listen=self._listen,
                 partition_bytes=spec.partition_bytes,
                 slots_per_worker=SLOTS_PER_WORKER,
+                followers=MOST_FOLLOWERS,
                 ordered=spec.ordered,
                 **options,
             )
         )
+
+    def _details(self) -> tuple[None, str]:
+        for lack in self._made.lacking(1) if self._made is not None else ():
+            return None, (
+                f"for {lack.seconds:.0f} s without partition {lack.partition} of worker {lack.worker}'s gradient for "
+                f"step {lack.step} of model {lack.flow}"
+            )
+        return None, ""
+
+    def _traffic(self) -> tuple[int, int]:
+        if self._made is None:
+            return 0, 0
+        if self._metrics is not None:
+            self._metrics.read(self._made)
+        stats = self._made.stats()
+        return stats.bytes_pulled + stats.bytes_followed, stats.bytes_pushed
 
     # --- one turn of the loop: whatever happened first ---
 
@@ -197,16 +255,22 @@ class _Server:
         match event.kind:
             case kind.INITIALISED:
                 self._initialise(event.flow, event.step)
+            case kind.STEP_READY if event.flow in self._averages.values():
+                self._show_averages(event.flow)
             case kind.STEP_READY:
                 self._apply(event.flow, event.step)
             case kind.GRADIENT:
                 name = GradientName(*event.gradient)
                 self._client.send(Landed(event.flow, name, event.step))
             case kind.WORKER_LOST:
-                if event.worker not in self._left:
+                present = self._incarnations[event.worker] == event.incarnation
+                if present and event.worker not in self._left:
                     self._suspects[event.worker] = (time.monotonic(), event.text)
             case kind.VIOLATION:
                 return self._fail("protocol", event.text)
+            case kind.FOLLOWER_REFUSED:
+                control.say_on_stderr(f"server {self._spec.index}: {event.text}")
+                self._client.send(FollowerAdmitted(event.worker, event.text))
             case kind.STRANDED:
                 return self._fail("left", event.text)
             case _:
@@ -225,7 +289,7 @@ class _Server:
         for worker, (since, text) in list(self._suspects.items()):
             if now - since >= _GOODBYE_SECONDS:
                 del self._suspects[worker]
-                self._client.send(control.Failed("connection", text))
+                self._client.send(LostWorker(worker, self._incarnations[worker], text))
 
     def _handle(self, message: Message) -> int | None:
         match message:
@@ -244,39 +308,97 @@ class _Server:
             case SaveAt() | SaveCommit() | SaveEnded():
                 assert self._saver is not None, "only who can save is told to"
                 self._saver.handle(message)
+            case AdmitWorker(index, incarnation, token):
+                problem = self._admit(index, incarnation, token)
+                self._client.send(WorkerAdmitted(index, incarnation, problem))
+            case AdmitFollower():
+                self._client.send(FollowerAdmitted(message.number, self._admit_follower(message)))
+            case DismissFollower():
+                self._followers.discard(message.number)
+                self._engine.dismiss_follower(message.number, message.why)
             case MemberLeft(role="worker"):
                 self._left.add(message.index)
                 self._suspects.pop(message.index, None)
                 self._engine.mark_left(message.index)
+            case MemberLost(index=index, text=text):
+                self._left.add(index)
+                self._suspects.pop(index, None)
+                self._engine.expel(index, text)
             case Shutdown():
                 self._summary()
                 self._client.leave(self._step)
                 return 0
             case JobFailed() | control.FlowRejected():
                 control.say_on_stderr(f"server {self._spec.index}: the job failed: {message.text}")
+                self._dumper.save("the job failed")
                 return 1
             case _:
                 pass
         return None
+
+    def _admit(self, worker: int, incarnation: int, token: bytes) -> str:
+        """Let a worker in, in the place of any life before. Why that cannot be; empty if it can."""
+        status = self._engine.admit(worker, incarnation, token)
+        if status.ok:
+            self._incarnations[worker] = incarnation
+            self._left.discard(worker)
+        return status.message
+
+    # --- followers ---
+
+    def _admit_follower(self, follower: AdmitFollower) -> str:
+        """Why it cannot come; empty if it may."""
+        if self._locked is not None and len(self._followers) == self._follower_room:
+            try:
+                self._lock_for_follower(self._locked, f"follower {follower.number}")
+            except TransportError as error:
+                return str(error)
+        status = self._engine.admit_follower(follower.number, follower.incarnation, follower.token)
+        if not status.ok:
+            return status.message
+        self._followers.add(follower.number)
+        return ""
+
+    def _lock_for_follower(self, locked: Locked, who: str) -> None:
+        """One more than ever before: what those leave that go, the next get."""
+        plans = [self._plans[flow] for flow in (*self._updates, *self._averages.values())]
+        copies = sum(version_bytes(plan, self._spec.index) for plan in plans)
+        locked.add(who, connections_bytes(1, 0, SLOTS_PER_FOLLOWER) + copies)
+        self._follower_room += 1
+
+    def _lock_for_followers(self, locked: Locked, plan: Plan) -> None:
+        """What those who are here already may cost of a new model. If that is too much, they have to go."""
+        need = self._follower_room * version_bytes(plan, self._spec.index)
+        try:
+            locked.add(f"copies of it for {self._follower_room} followers", need)
+        except TransportError as error:
+            for number in self._followers:
+                self._client.send(FollowerAdmitted(number, str(error)))
 
     # --- models ---
 
     def _prepare(self, agreed: FlowAgreed) -> None:
         from jaxrdma.native import flow_spec, raise_for
 
-        plan = agreed_plan(
-            agreed.leaves, self._spec.num_servers, self._spec.partition_bytes, agreed.digest
-        )
+        if agreed.mode == "ema":
+            plan = agreed_average_plan(self._plans[agreed.flow - 1], agreed.digest)
+            self._averages[agreed.flow - 1] = agreed.flow
+        else:
+            plan = agreed_plan(
+                agreed.leaves, self._spec.num_servers, self._spec.partition_bytes, agreed.digest
+            )
         if agreed.mode == "update":
             from jaxrdma.update import ServerUpdate
 
             self._updates[agreed.flow] = ServerUpdate(agreed.program or b"")
         self._plans[agreed.flow] = plan
-        held = from_wire(agreed.policy).held
+        held = 0 if agreed.mode == "ema" else from_wire(agreed.policy).held
         if self._locked is not None:
             workers = self._spec.num_workers
             need = shard_bytes(plan, self._spec.index, agreed.mode, workers, held=held > 0)
             self._locked.add(f"its part of model {agreed.flow}", need)
+            if agreed.mode != "average" and self._followers:
+                self._lock_for_followers(self._locked, plan)
         raise_for(self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan, held)))
         holds = any(p.server == self._spec.index for p in plan.partitions)
         ready = FlowReady(agreed.flow, holds)
@@ -290,6 +412,9 @@ class _Server:
             self._saver.started(start.flow, start.restored)
         if start.restored is not None:
             self._publish(start.flow, start.restored)
+        # Nothing was published of a model of which there is nothing here.
+        if start.flow in self._averages.values() and start.flow - 1 in self._published:
+            self._show_averages(start.flow)
 
     def _carry_out(self, decided: Decided) -> None:
         from jaxrdma.native import raise_for
@@ -312,8 +437,10 @@ class _Server:
         self._publish(flow, step)
 
     def _apply(self, flow: int, step: int) -> None:
+        self._doing = f"updating model {flow}"
         self._updates[flow].step(self.views(flow, "gradient"), self.views(flow, "parameters"))
         self._publish(flow, step + 1)
+        self._doing = "serving"
         if self._saver is not None:
             self._saver.after_step(flow, step + 1)
             if flow in self._last_saves and not self._has_means_ahead(flow):
@@ -327,6 +454,14 @@ class _Server:
 
         raise_for(self._engine.publish(flow, step))
         self._step = self._published[flow] = step
+        averages = self._averages.get(flow)
+        if averages in self._published:
+            raise_for(self._engine.refresh(averages))
+
+    def _show_averages(self, flow: int) -> None:
+        """Followers of `flow` may have the averages as they are."""
+        self._updates[flow - 1].read_averages(self.views(flow, "parameters"))
+        self._publish(flow, self._published[flow - 1])
 
     def views(self, flow: int, what: str) -> list[Any]:
         """NumPy views of this server's piece of each leaf, empty where it holds nothing of a leaf."""
@@ -351,10 +486,18 @@ class _Server:
     # --- what comes from other threads ---
 
     def _on_message(self, message: Message) -> None:
+        if isinstance(message, control.SendTrace):
+            # Not for the loop, which may be in an update for long.
+            dump = self._dumper.take("asked for", message.steps)
+            self._client.send(control.Traced(message.number, dump))
+            return
         self._inbox.put(message)
         self._wake()
 
     def _on_signal(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            self._dumper.save("SIGUSR1")
+            return
         self._signal = number
         self._wake()
 
@@ -367,6 +510,7 @@ class _Server:
     def _fail(self, kind: str, text: str) -> int:
         control.say_on_stderr(f"server {self._spec.index}: {text}")
         self._client.send(control.Failed(kind, text))
+        self._dumper.save(f"it failed: {kind}")
         return 1
 
     def _summary(self) -> None:
@@ -380,6 +524,13 @@ class _Server:
             f"server {self._spec.index}: {stats.steps} steps; gradients accepted from {accepted}{late}; "
             f"{sum(stats.dropped)} dropped, {stats.duplicates} came twice"
         )
+
+
+def _show_metrics(index: int, address: tuple[str, int]) -> "tuple[ServerMetrics, Endpoint]":
+    from jaxrdma.metrics import Endpoint, ServerMetrics
+
+    metrics = ServerMetrics(index)
+    return metrics, Endpoint(address, metrics.registry)
 
 
 class _Held:

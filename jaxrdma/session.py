@@ -20,8 +20,10 @@ from jax.core import Tracer
 from numpy.typing import NDArray
 
 from jaxrdma import _native, control, step, trace, transport
+from jaxrdma.arrays import as_bytes, place_like
 from jaxrdma.cluster import ClusterSpec
-from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message
+from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message, Wait
+from jaxrdma.dump import Dumper
 from jaxrdma.errors import (
     CancelledError,
     ConfigError,
@@ -30,11 +32,13 @@ from jaxrdma.errors import (
     TransportError,
 )
 from jaxrdma.memory import Locked, copy_bytes
+from jaxrdma.monitoring import Monitor
 from jaxrdma.native import flow_spec, native_error, raise_for
-from jaxrdma.plan import Plan, assign_partitions, describe_leaves
+from jaxrdma.plan import Plan, assign_partitions, average_plan, describe_leaves
 from jaxrdma.policy import Policy, SyncReplicas, to_wire
-from jaxrdma.signals import SignalWatch, tell_interrupts_plainly
+from jaxrdma.signals import SignalWatch, see_signal, tell_interrupts_plainly
 from jaxrdma.step import AverageState, PSState
+from jaxrdma.whereabouts import whereabouts
 
 if TYPE_CHECKING:
     import optax
@@ -144,9 +148,6 @@ class Session:
         self._locked: Locked | None = None  # over verbs
         if spec.transport == "verbs":
             transport.check_verbs(spec)
-        # Before anything waits: from here on Ctrl-C must end every wait.
-        tell_interrupts_plainly()
-        self._signals = SignalWatch(self._on_signal).start()
         self._client = ControlClient(
             spec,
             "worker",
@@ -154,8 +155,25 @@ class Session:
             self._incarnation,
             on_message=self._on_message,
             progress=self._progress,
+            details=self._details,
+            traffic=self._traffic,
+            trouble=lambda: self._made.trouble if self._made is not None else "",
             offer=lambda: transport.offer(spec, transport.place(spec)),
         )
+        self._monitor_of_jax = Monitor()
+        self._dumper = Dumper(
+            "worker",
+            spec.index,
+            self._incarnation,
+            spec.trace_dir,
+            self._client.clock,
+            control.say_on_stderr,
+        )
+        # Before anything waits: from here on Ctrl-C must end every wait.
+        tell_interrupts_plainly()
+        if spec.trace_dir is not None:
+            see_signal(signal.SIGUSR1)
+        self._signals = SignalWatch(self._on_signal).start()
         try:
             self._join()
         except BaseException as error:
@@ -188,6 +206,7 @@ class Session:
         params: Any,
         update: "optax.GradientTransformation",
         policy: Policy | None = None,
+        ema: float | None = None,
     ) -> PSState:
         """Agree with the other workers on a model, and start it from the chief's parameters.
 
@@ -199,38 +218,59 @@ class Session:
         - `update`: an optax transformation; it runs on the servers, each on its shard.
         - `policy`: whose gradients form a step: `SyncReplicas`, `Async` or `BoundedStaleness`. Default: one of every
           worker.
+        - `ema`: a decay, e.g. 0.999: the servers also keep an exponential moving average of the parameters, which
+          followers pull, for evaluation. It begins as the parameters do; 16-bit parameters have it in float32.
 
         **Returns:** the state, the same on every worker: the chief's parameters at step 0; in a job that was started
-        again and has checkpoints, those of the last one at its step.
+        again and has checkpoints, those of the last one at its step; on a worker that was started in the place of a
+        lost one, those that the servers have now, at their step.
 
         **Raises:** `PlanError` for a leaf that cannot be trained; `UpdateError` for an update that the servers cannot
-        run; `MismatchError`, on every process, if the workers' models differ, or the checkpoint is of another model;
-        `PeerFailedError`.
+        run; `ConfigError` for an `ema` that is no decay; `MismatchError`, on every process, if the workers' models
+        differ, or the checkpoint is of another model, and only here if this worker takes the place of a lost one with
+        another model; `PeerFailedError`.
         """
         from jaxrdma.update import analyse, export_update
 
         self._check_open("init")
         policy = policy if policy is not None else SyncReplicas()
         leaves, treedef, arrays = describe_leaves(params)
-        analysis = analyse(update, treedef, leaves)
+        analysis = analyse(update, treedef, leaves, ema)
         analysis.check_servers(self.num_servers)
         plan = assign_partitions(
             leaves, self.num_servers, self._spec.partition_bytes, analysis.whole_leaves
         )
         # The programs are needed once; the other workers compare what they are made from.
         programs = export_update(analysis, plan).programs if self.index == 0 else []
-        start = self._agree(leaves, treedef, plan, "update", policy, analysis.fingerprint, programs)
+        start = self._agree(
+            leaves,
+            treedef,
+            plan,
+            "update",
+            policy,
+            analysis.fingerprint,
+            programs,
+            analysis.averaged,
+        )
         flow, restored = start.flow, start.restored
-        begins = self.index == 0 and restored is None
-        host = [np.ascontiguousarray(np.asarray(array)) for array in arrays] if begins else []
-        kind = _native.OperationKind.INIT if begins else _native.OperationKind.FETCH
-        values, status = self._receive(kind, flow, host, restored or 0)
-        if not status.ok:
-            raise self._first_cause(status)
-        if restored is not None and self.index == 0:
-            control.say_on_stderr(f"worker 0: {start.text}")
-        version = jnp.asarray(restored or 0, jnp.int32)
-        return self._state(flow, values, arrays, version, jnp.zeros((), jnp.int32))
+        if start.joined is not None:
+            values, version = self._resume(flow, start.joined)
+        else:
+            begins = self.index == 0 and restored is None
+            host = [np.ascontiguousarray(np.asarray(array)) for array in arrays] if begins else []
+            kind = _native.OperationKind.INIT if begins else _native.OperationKind.FETCH
+            values, status = self._receive(kind, flow, host, restored or 0)
+            if not status.ok:
+                raise self._first_cause(status)
+            version = restored or 0
+            if restored is not None and self.index == 0:
+                control.say_on_stderr(f"worker 0: {start.text}")
+        if analysis.averaged:
+            # Once the parameters are there, of which they are the averages.
+            averages = average_plan(plan)
+            self._agree(list(averages.leaves), treedef, averages, "ema", policy, "", [])
+        zero = jnp.zeros((), jnp.int32)
+        return self._state(flow, values, arrays, jnp.asarray(version, jnp.int32), zero)
 
     def read(self, state: PSState) -> PSState:
         """The parameters as the servers hold them now, and their step; over verbs.
@@ -339,6 +379,7 @@ class Session:
         addresses = [entry.address for entry in servers]
         self._transport, self._why = roster.transport, roster.why
         self._made = self._make_engine(roster.transport, addresses)
+        self._dumper.record(self._made)
         if self._client.failure is not None:
             raise self._client.failure  # came while there was no engine to be told
         status = self._engine.connect(
@@ -373,10 +414,11 @@ class Session:
         policy: Policy,
         fingerprint: str,
         programs: list[bytes],
+        averaged: bool = False,
     ) -> FlowStart:
         """Compare the model with the other workers', and make it known to the engine."""
         flow = len(self._models)
-        resolved = policy.resolve(self.num_workers)
+        resolved = policy.complete(self.num_workers)
         self._client.send(
             FlowProposal(
                 flow=flow,
@@ -386,6 +428,7 @@ class Session:
                 policy=to_wire(resolved),
                 update_fingerprint=fingerprint,
                 programs=programs,
+                averaged=averaged,
             )
         )
         start = self._client.wait(
@@ -393,13 +436,17 @@ class Session:
             self._spec.connect_timeout,
         )
         assert isinstance(start, FlowStart)
-        if self._locked is not None:
+        if self._locked is not None and mode != "ema":
             self._locked.add(f"a copy of model {flow}", copy_bytes(plan))
-        spec = flow_spec(flow, mode, plan, resolved.held)
+        spec = flow_spec(flow, mode, plan, 0 if mode == "ema" else resolved.held)
         raise_for(self._engine.add_flow(spec))
         self._models.append(_Model(plan, spec))
-        calls = step.make_calls(self.id, flow, leaves, average=mode == "average")
-        self._flows[flow] = step.FlowCalls(tuple(leaves), treedef, calls)
+        if self._spec.show_plan and self.index == 0:
+            for line in plan.text(flow):
+                control.say_on_stderr(line)
+        if mode != "ema":  # no step is made with them
+            calls = step.make_calls(self.id, flow, leaves, average=mode == "average")
+            self._flows[flow] = step.FlowCalls(tuple(leaves), treedef, calls)
         return start
 
     def _receive(
@@ -410,17 +457,33 @@ class Session:
         step: int = 0,
     ) -> tuple[list[NDArray[Any]], "_native.Status"]:
         """Run an operation whose results are parameters, in new arrays. Ctrl-C ends it."""
-        leaves = self._flows[flow].leaves
-        values = [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
+        values = self._empty(flow)
         status = self._engine.run_operation(
             kind,
             flow,
             step,
-            [_bytes(array) for array in sources],
-            [_bytes(array) for array in values],
+            [as_bytes(array) for array in sources],
+            [as_bytes(array) for array in values],
             self._models[flow].spec,
         )
         return values, status
+
+    def _resume(self, flow: int, least: int) -> tuple[list[NDArray[Any]], int]:
+        """What a worker begins with in the place of a lost one: one version, `least` or a later one, and which."""
+        values = self._empty(flow)
+        targets = [as_bytes(array) for array in values]
+        found = self._engine.follow(flow, least, targets, self._models[flow].spec)
+        if not isinstance(found, int):
+            raise self._first_cause(found)
+        control.say_on_stderr(
+            f"worker {self.index}: takes part in model {flow} from step {found} on"
+        )
+        return values, found
+
+    def _empty(self, flow: int) -> list[NDArray[Any]]:
+        """New arrays for the parameters of a model."""
+        leaves = self._flows[flow].leaves
+        return [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
 
     def _state(
         self,
@@ -431,7 +494,7 @@ class Session:
         dropped: jax.Array,
     ) -> PSState:
         """A state of `values`, each placed as the one of `likes` is."""
-        placed = [_place(value, like) for value, like in zip(values, likes, strict=True)]
+        placed = [place_like(value, like) for value, like in zip(values, likes, strict=True)]
         return PSState(self._flows[flow].unflatten(placed), step, dropped, self.id, flow)
 
     # --- reading ---
@@ -484,15 +547,33 @@ class Session:
         if self._made is None:
             return -1, "joining"
         stats = self._engine.stats()
-        return stats.last_step, "in a step" if self._engine.in_flight() else "computing"
+        return stats.last_step, control.IN_STEP if self._engine.in_flight() else "computing"
+
+    def _traffic(self) -> tuple[int, int]:
+        if self._made is None:
+            return 0, 0
+        self._monitor_of_jax.look(self._made)
+        stats = self._made.stats()
+        return stats.bytes_pushed, stats.bytes_pulled
+
+    def _details(self) -> tuple[Wait | None, str]:
+        for each in self._made.pending(1) if self._made is not None else ():
+            return Wait(each.flow, each.step, each.server, each.partition, each.stage), ""
+        return None, whereabouts()
 
     def _on_message(self, message: Message) -> None:
+        if isinstance(message, control.SendTrace):
+            dump = self._dumper.take("asked for", message.steps)
+            self._client.send(control.Traced(message.number, dump))
         if isinstance(message, control.JobFailed | control.FlowRejected):
             self._verdict.set()
             if self._made is not None:
                 self._made.fail(_native.Status(_native.Code.PEER_FAILED, message.text))
+            self._dumper.save("the job failed")
 
     def _on_signal(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            self._dumper.save("SIGUSR1")
         engine = self._made
         if (
             number in (signal.SIGINT, signal.SIGTERM)
@@ -555,6 +636,7 @@ class Session:
         if failed and self._client.failure is None:
             assert error is not None
             self._client.send(_failed_message(error))
+            self._dumper.save(f"ended by {type(error).__name__}")
         if failed or not self._engine.status.ok:
             # What still waits ends now: a program of this process must not outlive its session.
             self._engine.fail(
@@ -591,8 +673,7 @@ class Session:
 def _failed_message(error: BaseException) -> control.Failed:
     if isinstance(error, KeyboardInterrupt):
         return control.Failed("interrupted", "interrupted (Ctrl-C)")
-    text = str(error).strip().split("\n")[0]
-    return control.Failed("raised", f"{type(error).__name__}: {text}")
+    return control.raised(error)
 
 
 def _is_clean_exit(error: BaseException) -> bool:
@@ -614,17 +695,6 @@ def _settle_programs() -> Exception | None:
             dispatch.runtime_tokens.clear()
         return problem
     return None
-
-
-def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8)
-
-
-def _place(values: NDArray[Any], like: Any) -> jax.Array:
-    """`values` where `like` was."""
-    if isinstance(like, jax.Array) and not isinstance(like, Tracer):
-        return jax.device_put(values, like.sharding)
-    return jnp.asarray(values)
 
 
 _target_lock = threading.Lock()

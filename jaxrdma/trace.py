@@ -22,7 +22,18 @@ RECORD_DTYPE = np.dtype(
 )
 
 # native/base/recorder.h, Stage; a test holds the two together.
-STAGES = ("queued", "posted", "completed", "consumed", "landed", "reduced", "published", "dropped")
+STAGES = (
+    "queued",
+    "posted",
+    "completed",
+    "consumed",
+    "landed",
+    "reduced",
+    "published",
+    "dropped",
+    "updating",
+    "answered",
+)
 
 
 def decode(records: bytes) -> NDArray[Any]:

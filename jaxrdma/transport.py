@@ -9,7 +9,13 @@ from jaxrdma import control, devices
 from jaxrdma.cluster import ClusterSpec, parse_address
 from jaxrdma.control import Offer
 from jaxrdma.errors import TransportError
-from jaxrdma.memory import Locked, connections_bytes, need_text, read_lock_limit
+from jaxrdma.memory import (
+    SLOTS_PER_FOLLOWER,
+    Locked,
+    connections_bytes,
+    need_text,
+    read_lock_limit,
+)
 
 if TYPE_CHECKING:
     from jaxrdma.native import TransportArguments
@@ -96,12 +102,16 @@ def prepare(
     ranking = choose(spec, where)
     control.say_on_stderr(f"{who}: {describe(ranking)}")
     locked = Locked(who, control.say_on_stderr, devices=len(ranking.choices))
-    locked.add(what, connections_bytes(_peers(spec), spec.partition_bytes))
+    locked.add(what, _connections_bytes(spec))
     return transport_options(spec, name, ranking.choices), locked
 
 
-def _peers(spec: ClusterSpec) -> int:
-    return spec.num_servers if spec.role == "worker" else spec.num_workers
+def _connections_bytes(spec: ClusterSpec) -> int:
+    """What the connections to everybody lock, by one device."""
+    if spec.role == "follower":
+        return connections_bytes(spec.num_servers, 0, SLOTS_PER_FOLLOWER)
+    peers = spec.num_servers if spec.role == "worker" else spec.num_workers
+    return connections_bytes(peers, spec.partition_bytes)
 
 
 def why_not_verbs(spec: ClusterSpec, where: Place) -> str:
@@ -120,7 +130,7 @@ def why_not_verbs(spec: ClusterSpec, where: Place) -> str:
     if not ranking.on_route:
         return f"does not reach {where.host} by an RDMA device, but from {survey.source}"
     number, limit = len(ranking.choices), read_lock_limit()
-    need = connections_bytes(_peers(spec), spec.partition_bytes)
+    need = _connections_bytes(spec)
     if not limit.allows(number * need):
         return f"may not lock enough memory: it needs {need_text(need, number)}; {limit.text}"
     return ""

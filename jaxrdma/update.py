@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from jaxrdma.averages import track_average
 from jaxrdma.control import LeafSpec
 from jaxrdma.dataflow import (
     ELEMENTWISE,
@@ -71,6 +72,9 @@ class Analysis:
     state_classes: tuple[Class, ...]
     state_paths: tuple[str, ...]
     treatments: tuple[str, ...]  # per leaf: leaves with equal texts are updated alike
+    averaged: (
+        bool  # the last arrays of the state, one per leaf, are the parameters' moving averages
+    )
     x64: bool
 
     @property
@@ -146,24 +150,31 @@ class Program(msgspec.Struct, frozen=True):
     leaves: int  # of the whole flow
     packs: list[Pack]
     state: list[StateEntry]
+    averages: list[int]  # by pack, which of `state` is the moving average; or empty
     init: bytes
     step: bytes
 
 
-def analyse(update: Any, treedef: Any, leaves: Sequence[LeafSpec]) -> Analysis:
+def analyse(
+    update: Any, treedef: Any, leaves: Sequence[LeafSpec], ema: float | None = None
+) -> Analysis:
     """Trace an optax transformation, and find what the new value of each element depends on.
 
     **Arguments:**
 
     - `update`: an `optax.GradientTransformation`.
     - `treedef`, `leaves`: from `plan.describe_leaves(params)`.
+    - `ema`: the decay of the parameters' moving averages, which are then a part of its state.
 
     **Raises:** `UpdateError` if it is no transformation, needs more than gradients and parameters, calls
-    back into Python, or its state changes shape or dtype from step to step.
+    back into Python, or its state changes shape or dtype from step to step; `ConfigError` for an `ema` that is no
+    decay.
     """
     import jax
 
     _require_transformation(update)
+    if ema is not None:
+        update = track_average(update, ema)
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     keys: dict[int, Any] = {}  # position in the state -> implementation of the PRNG key there
     state_paths: list[str] = []
@@ -243,6 +254,7 @@ def analyse(update: Any, treedef: Any, leaves: Sequence[LeafSpec]) -> Analysis:
         state_classes=tuple(state_classes),
         state_paths=tuple(state_paths),
         treatments=tuple(treatments),
+        averaged=ema is not None,
         x64=jax.dtypes.canonicalize_dtype("float64") == "float64",
     )
 
@@ -418,6 +430,7 @@ def _export_server(analysis: Analysis, plan: Plan, server: int) -> bytes:
         return as_kept(results[: len(kept)], step), results[len(kept) :], witnesses
 
     params = [jax.ShapeDtypeStruct(pack.shape, pack.dtype) for pack in packs]
+    averages = [kept.index(states - count + leaf) for leaf in firsts] if analysis.averaged else []
     try:
         init_export = jax.export.export(jax.jit(run_init), platforms=["cpu"])(params)
         state = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in init_export.out_avals]
@@ -438,6 +451,7 @@ def _export_server(analysis: Analysis, plan: Plan, server: int) -> bytes:
                 for position, aval in zip(kept, init_export.out_avals, strict=True)
                 for known in [analysis.state_classes[position]]
             ],
+            averages=averages,
             init=bytes(init_export.serialize()),
             step=bytes(step_export.serialize()),
         )
@@ -589,6 +603,22 @@ class ServerUpdate:
             result, begin = np.asarray(array).reshape(-1), 0
             for leaf, elements in zip(pack.leaves, pack.elements, strict=True):
                 np.copyto(params[leaf].view(dtype), result[begin : begin + elements])
+                begin += elements
+
+    def read_averages(self, views: Sequence[Any]) -> None:
+        """Copy the parameters' moving averages into flat `views`, one per leaf, as they are for the parameters.
+
+        **Raises:** `UpdateError` if the update was not made with an `ema`, or there is no state.
+        """
+        if self._program is None:
+            return
+        if self._state is None or not self._program.averages:
+            raise UpdateError("the update has no moving averages of the parameters")
+        for pack, position in zip(self._program.packs, self._program.averages, strict=True):
+            dtype = self._program.state[position].dtype
+            average, begin = _host_bytes(self._state[position]).view(dtype), 0
+            for leaf, elements in zip(pack.leaves, pack.elements, strict=True):
+                views[leaf][:] = average[begin : begin + elements]
                 begin += elements
 
     def state_parts(self) -> list[StatePart]:

@@ -7,9 +7,16 @@ import os
 from typing import Any
 
 from jaxrdma.cli import EXIT_CODES, read_secret
-from jaxrdma.cluster import jaxrdma_settings
+from jaxrdma.cluster import (
+    HEARTBEAT_TIMEOUT,
+    STALL_WARNING,
+    STEP_TIMEOUT,
+    jaxrdma_settings,
+    metrics_address,
+)
 from jaxrdma.control import JobFailed
 from jaxrdma.coordinator import run_coordinator
+from jaxrdma.delegate import lost_fact
 from jaxrdma.errors import ConfigError
 
 DESCRIPTION = "Run the coordinator of one job. It ends when the job does."
@@ -18,7 +25,8 @@ EPILOG = f"""examples:
   JAXRDMA_SECRET=... jaxrdma coordinator --listen 10.0.0.1:7000 --workers 8 --servers 4
 
 The secret comes from JAXRDMA_SECRET or a file, never from the command line, which others can read. Beyond loopback it
-must be there. JAXRDMA_JOB, JAXRDMA_CONNECT_TIMEOUT and JAXRDMA_HEARTBEAT_TIMEOUT are read as well.
+must be there. JAXRDMA_JOB, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_STALL_WARNING and
+JAXRDMA_STEP_TIMEOUT are read as well.
 
 {EXIT_CODES}"""
 
@@ -38,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heartbeat-timeout", type=float, metavar="S", help="seconds of silence until one is lost"
     )
+    parser.add_argument(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="answer Prometheus there, on loopback if no host is given; default: JAXRDMA_METRICS",
+    )
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
 
 
@@ -51,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         "job": args.job,
         "connect_timeout": args.connect_timeout,
         "heartbeat_timeout": args.heartbeat_timeout,
+        "metrics": args.metrics,
     }
     values = settings | {name: value for name, value in given.items() if value is not None}
     for name, option in (("num_workers", "--workers"), ("num_servers", "--servers")):
@@ -82,9 +96,14 @@ def run(args: argparse.Namespace) -> int:
         values["num_servers"],
         secret=values.get("secret", ""),
         job=values.get("job", "jaxrdma"),
+        attempt=values.get("attempt", 0),
         connect_timeout=values.get("connect_timeout", 300.0),
-        heartbeat_timeout=values.get("heartbeat_timeout", 12.0),
+        heartbeat_timeout=values.get("heartbeat_timeout", HEARTBEAT_TIMEOUT),
+        stall_warning=values.get("stall_warning", STALL_WARNING),
+        step_timeout=values.get("step_timeout", STEP_TIMEOUT),
         report=lambda address: report({"address": address}),
         on_failure=report_failure,
         on_saving=lambda seconds: report({"saving": seconds}),
+        on_lost=lambda lost: report(lost_fact(lost)),
+        metrics=metrics_address(values["metrics"]) if "metrics" in values else None,
     )

@@ -3,7 +3,7 @@
 import argparse
 
 from jaxrdma.cli import EXIT_CODES, read_secret
-from jaxrdma.cluster import ClusterSpec, check_listen
+from jaxrdma.cluster import ClusterSpec, check_listen, metrics_address
 from jaxrdma.control import say_on_stderr
 from jaxrdma.hosts import route_address
 
@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="for the workers' data; default: this machine's address on its way to the coordinator, any free port",
     )
+    parser.add_argument(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="answer Prometheus there, on loopback if no host is given; default: JAXRDMA_METRICS, its port plus I + 1",
+    )
     parser.add_argument("--job", help="the job's name")
     parser.add_argument("--secret-file", metavar="FILE", help="a file with the job's secret")
 
@@ -51,4 +56,9 @@ def run(args: argparse.Namespace) -> int:
     check_listen(listen, spec.secret)
     from jaxrdma.server import run_server  # after the checks: it imports JAX
 
-    return run_server(spec, listen)
+    metrics = None
+    if args.metrics is not None:
+        metrics = metrics_address(args.metrics)
+    elif spec.metrics is not None:
+        metrics = metrics_address(spec.metrics, 1 + spec.index)
+    return run_server(spec, listen, metrics)
