@@ -44,6 +44,6 @@ def error_of(job: Job, name: str) -> str:
     lines = [
         line
         for line in output.splitlines()
-        if "the job failed: " in line or re.search(r"server \d: ", line)
+        if "the job failed: " in line or re.search(r"server \d: (?!verbs, )", line)
     ]
     return lines[0] if lines else ""

@@ -3,8 +3,13 @@
 Usage, from any folder:
   python tests/cluster/full.py orders    all 24 orders of starts, delays of 0 to 20 s, three jobs at a time
   python tests/cluster/full.py kills     kill -9 of a worker, a server, the coordinator, 20 times each
+  python tests/cluster/full.py recover   kill -9 of the chief, another worker, a server, the coordinator, 20 times each:
+                                         the job starts itself again; how long that takes, how many steps are lost;
+                                         and of two launchers of one job, each part in turn
+  python tests/cluster/full.py rejoin    kill -9 of the chief and of another worker, 20 times each: all wait for it
   python tests/cluster/full.py one-core  20 starts of 1000 steps on one core with one thread
   python tests/cluster/full.py idle      what a session that does nothing costs in 60 s: processor time of the busiest
+  python tests/cluster/full.py stops     SIGSTOP of a worker for 60 s, then SIGCONT, under every policy
   python tests/cluster/full.py leaves    every kind of leaf, one of 512 MiB; needs 20 GiB of memory
 Options: --times N instead of 20 (or of all orders), --delay S instead of 20, --jobs N at a time, --seed N.
 """
@@ -12,6 +17,7 @@ Options: --times N instead of 20 (or of all orders), --delay S instead of 20, --
 import argparse
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -26,23 +32,32 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.cluster.blame import check_all_name, error_of
 from tests.cluster.job import Job
 from tests.cluster.test_kill import VICTIMS, kill_at_random_step
 from tests.cluster.test_leaves import train_every_leaf
 from tests.cluster.test_one_core import train_on_one_core
+from tests.cluster.test_rejoin import rejoin_at_random_step
+from tests.cluster.test_restarts import VICTIMS as LOST
+from tests.cluster.test_restarts import (
+    Recovery,
+    recover_at_random_step,
+    recover_on_two_machines,
+)
 from tests.cluster.test_start import ORDERS, run_in_order
 from tests.conftest import MARK, describe, marked_processes
 
 IDLE_S = 60
+STOPPED_S = 60
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job to run. `run` returns what is measured, in seconds, or raises."""
+    """One job to run. `run` returns what is measured, in seconds, or what a restart cost, or raises."""
 
     group: str
     name: str
-    run: Callable[[Job], float]
+    run: Callable[[Job], float | Recovery]
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,14 @@ class Outcome:
     case: Case
     seconds: float
     error: str
+    lost: int | None = None  # steps
+
+
+def struck(
+    run: Callable[[Job, str, random.Random], float], role: str, victim: str, seed: int
+) -> Case:
+    """One process, of that role, is lost at a random step."""
+    return Case(role, victim, lambda job: run(job, victim, random.Random(seed)))
 
 
 def cases_of(what: str, times: int | None, delay: float, chance: random.Random) -> list[Case]:
@@ -64,16 +87,31 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
 
         return [ordered(order, chance.getrandbits(32)) for order in ORDERS[:times]]
     if what == "kills":
-
-        def killed(role: str, seed: int) -> Case:
-            return Case(
-                role,
-                VICTIMS[role],
-                lambda job: kill_at_random_step(job, VICTIMS[role], random.Random(seed)),
-            )
-
         return [
-            killed(role, chance.getrandbits(32)) for _ in range(times or 20) for role in VICTIMS
+            struck(kill_at_random_step, role, victim, chance.getrandbits(32))
+            for _ in range(times or 20)
+            for role, victim in VICTIMS.items()
+        ]
+
+    if what == "rejoin":
+        return [
+            struck(rejoin_at_random_step, role, LOST[role], chance.getrandbits(32))
+            for _ in range(times or 20)
+            for role in ("chief", "worker")
+        ]
+
+    if what == "recover":
+        apart = Case("machines", "coordinator, worker, launchers in turn", recover_on_two_machines)
+        return [
+            case
+            for _ in range(times or 20)
+            for case in (
+                *(
+                    struck(recover_at_random_step, role, victim, chance.getrandbits(32))
+                    for role, victim in LOST.items()
+                ),
+                apart,
+            )
         ]
 
     if what == "leaves":
@@ -84,6 +122,12 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
             return time.monotonic() - begin
 
         return [Case("leaves", "one of 512 MiB", leaves)] * (times or 1)
+
+    if what == "stops":
+        return [
+            Case("stops", policy, lambda job, p=policy: stop_and_wake(job, p))
+            for policy in POLICIES
+        ] * (times or 1)
 
     if what == "idle":
         return [Case("idle", "all wait for a worker that sleeps", rest)] * (times or 1)
@@ -97,8 +141,50 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
     return [one_core(number) for number in range(times or 20)]
 
 
+WAITING = ("sync:3:wait", "bounded:2:wait")
+POLICIES = ("sync:3", "sync:2", "async", "sync:3:shrink", "bounded:2", "bounded:2:shrink", *WAITING)
+
+
+def stop_and_wake(job: Job, policy: str) -> float:
+    """Worker 2 stands still for 60 s, then goes on: by policy the job has ended with its name, or goes on without it.
+
+    Or with another in its place, where all wait for that. Seconds until the job had ended, or made a step.
+    """
+    work = ("policies.py", policy, "v1000000", 0.02, 0.02, 0.02)
+    job.start(*work)
+    job.wait_for_output("worker 0", '"batch": 15,')
+    job.kill("worker 2", signal.SIGSTOP)
+    began = time.monotonic()
+    if policy in ("sync:3", "bounded:2"):
+        names = ["worker 0", "worker 1", "server 0", "coordinator"]
+        seconds = check_all_name(job, "worker 2 .*silent for", 60, names)
+    else:
+        waits = policy in WAITING
+        says = "its place is kept" if waits else "the job goes on without it"
+        job.wait_for_output("coordinator", says, 60)
+        if waits:
+            job.start_worker(2, *work, name="again")
+        before = job.output("worker 0").count("after")
+        while job.output("worker 0").count("after") < before + 10:
+            assert time.monotonic() - began < 60, job.outputs()
+            time.sleep(0.1)
+        seconds = time.monotonic() - began
+    time.sleep(max(0.0, began + STOPPED_S - time.monotonic()))
+    job.kill("worker 2", signal.SIGCONT)
+    assert job.wait(60, ["worker 2"])["worker 2"] == 1, job.outputs()
+    assert "silent for" in error_of(job, "worker 2"), job.output("worker 2")
+    if policy in ("sync:3", "bounded:2"):
+        return seconds
+    # The others have noticed nothing.
+    before = job.output("worker 1").count("after")
+    while job.output("worker 1").count("after") < before + 10:
+        assert job.processes["worker 1"].poll() is None, job.outputs()
+        time.sleep(0.1)
+    return seconds
+
+
 def rest(job: Job) -> float:
-    """Seconds of processor time, in 60 s, of the busiest process of a job in which nobody has anything to do."""
+    """Seconds of processor time, in 60 s, of the busiest session of a job in which nobody has anything to do."""
     job.start("steps.py", 8, "0:20:sleep", "1:20:sleep")
     for worker in ("worker 0", "worker 1"):
         job.wait_for_output(worker, "sleeping")
@@ -112,31 +198,38 @@ def rest(job: Job) -> float:
     time.sleep(IDLE_S)
     seconds = {name: after - before[name] for name, after in used().items()}
     print(", ".join(f"{name} {s:.2f} s" for name, s in seconds.items()), flush=True)
-    assert max(seconds.values()) < 0.01 * IDLE_S, seconds
-    return max(seconds.values())
+    # The coordinator hears everybody; there is one in a job.
+    sessions = [s for name, s in seconds.items() if name != "coordinator"]
+    assert max(sessions) < 0.01 * IDLE_S, seconds
+    return max(sessions)
 
 
 def run(case: Case, number: int, workers: tuple[int, int]) -> Outcome:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Job(Path(folder) / "job", *workers) as job:
+        recovery = None
         try:
-            seconds, error = case.run(job), ""
+            measured, error = case.run(job), ""
+            recovery = measured if isinstance(measured, Recovery) else None
+            seconds = measured.seconds if isinstance(measured, Recovery) else measured
         except (Exception, BaseException) as problem:  # pytest.fail raises a BaseException
             if isinstance(problem, KeyboardInterrupt):
                 raise
             seconds, error = time.monotonic() - begin, str(problem)
+    went = f", killed at step {recovery.killed}, {recovery.lost} lost" if recovery else ""
     print(
-        f"{number:3} {case.group}: {case.name}: {'FAILED' if error else 'well'}, {seconds:.2f} s {error}",
+        f"{number:3} {case.group}: {case.name}: {'FAILED' if error else 'well'}, {seconds:.2f} s{went} {error}",
         flush=True,
     )
-    return Outcome(case, seconds, error)
+    return Outcome(case, seconds, error, recovery.lost if recovery else None)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["orders", "kills", "one-core", "idle", "leaves"])
+    doings = ["orders", "kills", "recover", "rejoin", "one-core", "idle", "leaves", "stops"]
+    parser.add_argument("what", choices=doings)
     parser.add_argument("--times", type=int)
     parser.add_argument("--delay", type=float, default=20.0)
     parser.add_argument("--jobs", type=int)
@@ -145,7 +238,7 @@ def main() -> int:
     print(f"seed {args.seed}", flush=True)
     mark = os.environ[MARK] = uuid.uuid4().hex
     cases = cases_of(args.what, args.times, args.delay, random.Random(args.seed))
-    workers = (1, 2) if args.what == "one-core" else (2, 2)
+    workers = {"one-core": (1, 2), "stops": (2, 3)}.get(args.what, (2, 2))
     at_once = args.jobs or (3 if args.what == "orders" else 1)
     with ThreadPoolExecutor(at_once) as pool:
         outcomes = list(pool.map(lambda pair: run(pair[1], pair[0], workers), enumerate(cases)))
@@ -155,7 +248,11 @@ def main() -> int:
         mine = [o for o in outcomes if o.case.group == group]
         seconds = [o.seconds for o in mine if not o.error]
         median, longest = (statistics.median(seconds), max(seconds)) if seconds else (0.0, 0.0)
-        print(f"{group:12} {len(seconds):5} {len(mine):4} {median:9.2f} {longest:9.2f}")
+        lost = sorted(o.lost for o in mine if o.lost is not None)
+        steps = (
+            f"   steps lost: median {statistics.median(lost):g}, most {lost[-1]}" if lost else ""
+        )
+        print(f"{group:12} {len(seconds):5} {len(mine):4} {median:9.2f} {longest:9.2f}{steps}")
     print(f"left behind: {', '.join(left) or 'nothing'}")
     return 1 if left or any(o.error for o in outcomes) else 0
 

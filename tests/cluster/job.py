@@ -104,6 +104,20 @@ class Job:
         environment = self._environment(("worker", index)) | {"PJRT_NPROC": "8"} | env
         self.spawn(name or f"worker {index}", [str(path), *map(str, args)], environment)
 
+    def start_follower(self, script: str | Path, *args: Any, name: str = "follower") -> None:
+        """A process that is no part of the job. All that it knows is where the job is."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("JAXRDMA_")}
+        environment |= {"JAXRDMA_COORDINATOR": self._address, "PYTHONUNBUFFERED": "1"}
+        if TRANSPORT == "verbs":
+            environment["JAXRDMA_DEVICE"] = DEVICES[0]
+        path = script if isinstance(script, Path) else SCRIPTS / script
+        self.spawn(name, [str(path), *map(str, args)], environment)
+
+    @property
+    def address(self) -> str:
+        """The coordinator's."""
+        return self._address
+
     def pid(self, name: str) -> int:
         return self.processes[name].pid
 

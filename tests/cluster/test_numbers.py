@@ -61,3 +61,21 @@ def test_other_ways_to_step_give_the_same_bits(
     for worker in range(3):
         for a, b in zip(results(Path(f"{out}-momentum-"), worker), expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("policy", "workers"), [("async", 1), ("bounded", 1), ("held", 3)], ids=str
+)
+def test_gradients_that_are_held_give_the_same_bits(
+    make_job: Callable[..., Job], tmp_path: Path, policy: str, workers: int
+) -> None:
+    out = tmp_path / "parameters"
+    job = make_job(2, workers, ordered=1, partition_bytes=256)
+    job.start("train.py", out, "momentum,adam", STEPS, "jit", policy).succeed(100)
+    for optimiser in ("momentum", "adam"):
+        reference = model.reference(optimiser, workers, STEPS)
+        expected = [np.asarray(x) for x in jax.tree.leaves(reference)]
+        for worker in range(workers):
+            got = results(Path(f"{out}-{optimiser}-"), worker)
+            for a, b in zip(got, expected, strict=True):
+                np.testing.assert_array_equal(a, b)

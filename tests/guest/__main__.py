@@ -60,7 +60,7 @@ def environment(wanted: Sequence[str] = ()) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    with Guest(options.out, time_limit=options.time_limit) as guest:
+    with Guest(options.out, memory=options.memory, time_limit=options.time_limit) as guest:
         guest.devices(options.devices, options.mtu)
         command = guest.start(
             options.command, folder=Path.cwd(), environment=environment(options.env), echo=True
@@ -179,6 +179,7 @@ def main() -> int:
         metavar="NAME[=VALUE]",
         help="an environment variable; of ours, PATH and LANG are passed alone",
     )
+    run_parser.add_argument("--memory", default="3G", help="of the guest; default: %(default)s")
     run_parser.add_argument("command", nargs="+", metavar="command", help="after --")
     options = parser.parse_args()
 

@@ -308,6 +308,7 @@ def test_waiting_goes_on_with_the_next_incarnation():
     job.push(0, sequence=0, step=0)
     job.push(0)
     assert job.lose(1) == []
+    assert job.aggregation.stands_still
     (who,) = job.aggregation.waits_for()
     assert (who.replica, who.step) == (1, 1)
     assert re.search("replica 1 .incarnation 1. was lost; its next incarnation", who.text)

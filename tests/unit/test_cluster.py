@@ -30,7 +30,7 @@ ENV = {
 def test_defaults_are_the_documented_ones():
     spec = ClusterSpec.from_environment(ENV)
     assert (spec.role, spec.index, spec.num_workers, spec.num_servers) == ("worker", 1, 2, 1)
-    assert (spec.transport, spec.connect_timeout, spec.heartbeat_timeout) == ("auto", 300, 12)
+    assert (spec.transport, spec.connect_timeout, spec.heartbeat_timeout) == ("auto", 300, 15)
     assert (spec.partition_bytes, spec.ordered, spec.spin_us) == (1 << 20, False, None)
     assert (spec.checkpoint, spec.checkpoint_steps, spec.checkpoint_seconds) == (None, None, None)
     assert (spec.checkpoint_keep, spec.checkpoint_restore) == (3, "auto")
@@ -92,11 +92,27 @@ def test_unknown_override_is_refused_with_the_nearest_name():
         ({"JAXRDMA_ORDERED": "maybe"}, "expected 0 or 1"),
         ({"JAXRDMA_PARTITION_BYTES": "1"}, "partition_bytes is 1"),
         ({"JAXRDMA_JOB": "x" * 65}, "1 to 64 bytes"),
+        ({"JAXRDMA_ATTEMPT": "-1"}, "attempt is -1: expected at least 0"),
     ],
 )
 def test_impossible_values_are_refused_by_name(change, text):
     with pytest.raises(ConfigError, match=text):
         ClusterSpec.from_environment({**ENV, **change})
+
+
+def test_a_follower_needs_to_know_the_coordinator_alone_and_is_nobody_of_its_environment():
+    spec = ClusterSpec.from_environment({}, role="follower", coordinator="h:1")
+    assert spec.shared_settings() == {}
+    inside = ClusterSpec.from_environment(
+        {**ENV, "JAXRDMA_PARTITION_BYTES": "4096"}, role="follower"
+    )
+    assert (inside.role, inside.index, inside.coordinator) == (
+        "follower",
+        0,
+        ENV["JAXRDMA_COORDINATOR"],
+    )
+    with pytest.raises(ConfigError, match="no job to follow: coordinator not given"):
+        ClusterSpec.from_environment({}, role="follower")
 
 
 def test_the_secret_is_never_shown():
@@ -125,9 +141,11 @@ def test_the_secret_is_never_shown():
         ),
         connect_timeout=st.floats(0.5, 1e6),
         heartbeat_timeout=st.floats(0.5, 1e6),
+        attempt=st.integers(0, 99),
         partition_bytes=st.integers(64, 1 << 40),
         ordered=st.booleans(),
         spin_us=st.none() | st.integers(0, 1000),
+        fault=st.sampled_from([None, "worker 1: lost 40", "server 0: delayed 3 500"]),
         checkpoint=st.sampled_from(["/mnt/run 1", "runs"]),
         checkpoint_steps=st.none() | st.integers(1, 10**9),
         checkpoint_seconds=st.none() | st.floats(0.1, 1e6),
@@ -261,3 +279,23 @@ def test_other_addresses_need_a_secret(host):
     with pytest.raises(ConfigError, match="JAXRDMA_SECRET"):
         check_listen(format_address(host, 0), "")
     check_listen(format_address(host, 0), "secret")
+
+
+def test_a_fault_is_for_one_process():
+    def spec(role: str = "worker", index: int = 0, fault: str | None = None) -> ClusterSpec:
+        return ClusterSpec("127.0.0.1:7000", role, index, 2, 2, fault=fault)
+
+    cluster = spec(role="worker", index=1, fault="worker 1: delayed 3 500")
+    assert cluster.own_fault == "delayed 3 500"
+    for others in ({"index": 0}, {"role": "server", "index": 1}):
+        assert spec(fault="worker 1: lost 40", **others).own_fault == ""
+    assert spec().own_fault == ""
+    for bad in (
+        "lost 40",
+        "worker 1: lost",
+        "worker 1: lost 0",
+        "launcher 0: lost 1",
+        "worker 1 lost 40",
+    ):
+        with pytest.raises(ConfigError, match="'worker 1: lost 40'"):
+            spec(fault=bad)

@@ -149,7 +149,7 @@ class Cluster:
             thread.join()
         return clients
 
-    def start_joining(self, name: str) -> control.ControlClient:
+    def start_joining(self, name: str, welcome: bool = True) -> control.ControlClient:
         """A client that has been welcomed and waits for the others, until it is closed."""
         client = self.client(name)
 
@@ -160,9 +160,16 @@ class Cluster:
         thread = threading.Thread(target=join)
         self.threads.append(thread)
         thread.start()
-        while not client._welcomed:
-            time.sleep(0.01)
+        if welcome:
+            self.await_welcome(client)
         return client
+
+    @staticmethod
+    def await_welcome(client: control.ControlClient) -> None:
+        deadline = time.monotonic() + 20
+        while client._welcome is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def close_clients(self) -> None:
         for client in self.clients:
@@ -314,6 +321,31 @@ def test_a_setting_that_differs_is_named(cluster):
     cluster.start_joining("w0")
     with pytest.raises(MismatchError, match="partition_bytes=128.*partition_bytes=1048576"):
         cluster.client("w1", partition_bytes=128).join()
+
+
+def test_a_coordinator_of_an_older_attempt_is_waited_out(cluster, monkeypatch):
+    monkeypatch.setattr(control, "PROGRESS_SECONDS", 0.3)
+    old = cluster.start_coordinator()
+    cluster.settings |= {"attempt": 1}
+    client = cluster.start_joining("w0", welcome=False)
+    deadline = time.monotonic() + 20
+    while not cluster.said and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "it is still at attempt 1 of the job, worker 0 (" in cluster.said[0]
+    assert "belongs to attempt 2, " in cluster.said[0]
+    old.kill()
+    assert old.wait(5) == -signal.SIGKILL
+    assert "refused" not in old.stderr.read(), "it was asked ten times a second"
+    cluster.start_coordinator(cluster.address)
+    cluster.await_welcome(client)
+    assert client.attempt == 1
+
+
+def test_a_process_of_an_older_attempt_is_refused(cluster):
+    cluster.settings |= {"attempt": 2}
+    cluster.start_coordinator()
+    with pytest.raises(ConnectError, match="belongs to attempt 1 of the job, which is over; this"):
+        cluster.client("w0", attempt=0).join()
 
 
 def test_a_taken_port_is_named_with_the_reason(cluster):

@@ -1,6 +1,8 @@
 """Membership: the first cause wins, nobody waits for nothing, and strangers stay out."""
 
+import itertools
 import random
+import re
 import subprocess
 import sys
 
@@ -10,9 +12,15 @@ from hypothesis import strategies as st
 
 from jaxrdma import control, coordinator
 from jaxrdma.control import (
+    MOST_FOLLOWERS,
+    AdmitFollower,
     Admitting,
+    AdmitWorker,
     Alive,
+    Answered,
     Bye,
+    Decided,
+    DismissFollower,
     Ended,
     Failed,
     FlowAgreed,
@@ -20,12 +28,19 @@ from jaxrdma.control import (
     FlowReady,
     FlowRejected,
     FlowStart,
+    FollowerAdmitted,
+    Follows,
+    GradientName,
     Heartbeat,
     Hello,
     JobFailed,
+    Landed,
     LeafSpec,
     Left,
+    LostWorker,
+    Mean,
     MemberLeft,
+    MemberLost,
     Offer,
     Refused,
     Restore,
@@ -41,10 +56,11 @@ from jaxrdma.control import (
     Shutdown,
     Waiting,
     Welcome,
+    WorkerAdmitted,
 )
 from jaxrdma.coordinator import LINGER_SECONDS, ROOT_CAUSE_SECONDS, SHUTDOWN_SECONDS, Membership
 from jaxrdma.errors import TransportError
-from jaxrdma.policy import SyncReplicas, to_wire
+from jaxrdma.policy import Async, BoundedStaleness, Policy, SyncReplicas, to_wire
 from jaxrdma.savepoints import LAST_SAVE_SECONDS
 
 LEAF = LeafSpec("params['w']", (2, 3), "float32")
@@ -57,7 +73,6 @@ def hello(role: str, index: int, **changes) -> Hello:
         "incarnation": 7,
         "version": control.VERSION,
         "job": "job",
-        "secret": "s",
         "host": "host-a",
         "pid": 100 + index,
         "offer": Offer("tcp", verbs=False, why="asks for tcp"),
@@ -79,7 +94,10 @@ def proposal(flow: int = 0, **changes) -> FlowProposal:
 
 
 class Job:
-    """A membership, and what every member was sent. Members are called w0, w1, s0, s1, launchers l0, l1."""
+    """A membership, and what every member was sent.
+
+    Members are called w0, w1, s0, s1, launchers l0, l1, followers f0, f1.
+    """
 
     def __init__(self, workers: int = 2, servers: int = 2, **options) -> None:
         self.now = 1000.0
@@ -98,7 +116,9 @@ class Job:
     def join(self, name: str, as_name: str | None = None, **changes) -> None:
         self.ids[as_name or name] = len(self.ids)
         self.got[as_name or name] = []
-        role = {"w": "worker", "s": "server", "l": "launcher"}[name[0]]
+        role = {"w": "worker", "s": "server", "l": "launcher", "f": "follower"}[name[0]]
+        if role == "follower":
+            changes.setdefault("settings", {})
         changes.setdefault(
             "settings",
             {
@@ -240,6 +260,17 @@ def test_two_that_ask_for_different_transports_are_both_named():
     assert "JAXRDMA_TRANSPORT" in text
 
 
+def test_it_is_said_soon_and_ever_less_often_who_is_missing():
+    job = Job(2, 1)
+    job.join("w0")
+    job.wait(290, "w0")
+    told = [int(m.text.split()[-2]) for m in job.got["w0"] if isinstance(m, Waiting)]
+    assert told[:3] == [3, 6, 9]
+    assert len(told) < 25
+    assert told[-1] > 230
+    assert all(later - earlier <= 60 for earlier, later in itertools.pairwise(told))
+
+
 def test_waiting_names_who_is_missing_and_since_when():
     job = Job()
     for name in ("s0", "s1", "w0"):
@@ -273,9 +304,6 @@ def test_nobody_coming_at_all_fails_too():
 @pytest.mark.parametrize(
     ("changes", "kind", "text"),
     [
-        ({"secret": "t"}, "secret", "a wrong one came"),
-        ({"secret": ""}, "secret", "none came"),
-        ({"secret": "sé"}, "secret", "a wrong one came"),
         ({"job": "other"}, "job", "job 'other'.*job 'job'"),
         ({"version": "9"}, "version", "runs jaxrdma 9"),
         ({"index": 2}, "index", "index must be 0 to 1"),
@@ -299,8 +327,6 @@ def test_who_does_not_belong_is_refused_with_a_reason(changes, kind, text):
     (refused,) = job.got["w1"]
     assert isinstance(refused, Refused)
     assert refused.kind == kind
-    import re
-
     assert re.search(text, refused.text), refused.text
     job.lose("w1")
     assert job.membership.failure is None
@@ -319,10 +345,17 @@ def test_two_claimants_of_one_index_are_both_named():
     assert "host-b, pid 55" in job.last("w0", Waiting).text
 
 
-def test_the_secret_is_in_no_message():
-    job = Job()
-    job.join("w0", secret="guess")
-    assert "guess" not in str(job.got)
+@pytest.mark.parametrize(
+    ("secret", "text"),
+    [(b"t", "a wrong one came"), (b"", "none came"), (b"\xff", "a wrong one came")],
+)
+def test_a_stream_without_the_secret_may_not_speak_and_is_told_why(secret, text):
+    membership = Job().membership
+    refused = membership.knock(secret, 0.0)
+    assert refused is not None
+    assert (refused.kind, text in refused.text) == ("secret", True)
+    assert "'s'" not in refused.text and "guess" not in refused.text
+    assert membership.knock(b"s", 0.0) is None
 
 
 def test_a_stream_must_begin_with_hello():
@@ -472,6 +505,7 @@ def test_a_good_end_without_having_joined_is_a_failure_too():
     job = Job()
     job.join("l0")
     job.say("l0", ended(1, "ended with exit code 0", well=True))
+    assert job.failure.kind == "left"  # no restart would make it join
     assert "worker 1 (host-a, pid 101) ended with exit code 0 and had never joined" in (
         job.failure.text
     )
@@ -505,6 +539,60 @@ def test_the_second_claimant_of_an_index_ends_the_job_if_a_launcher_started_it(j
     assert "two processes claim to be worker 1" in job.failure.text
 
 
+# --- attempts ---
+
+
+@pytest.mark.parametrize("name", ["w0", "s0"])
+def test_only_processes_of_this_attempt_get_in(name):
+    job = Job(attempt=2)
+    job.join(name, "older", attempt=1)
+    assert job.last("older", Refused).kind == "attempt"
+    job.join(name, "newer", attempt=3)
+    assert job.last("newer", Refused).kind == "early"
+    job.join(name, "right", attempt=2)
+    assert job.last("right", Welcome).attempt == 2
+
+
+def test_a_launcher_that_comes_later_takes_part_in_the_attempt_that_is_on():
+    job = Job(attempt=2)
+    job.join("l0", attempt=0)
+    assert job.last("l0", Welcome).attempt == 2
+
+
+def test_a_launcher_that_saw_this_attempt_fail_waits_for_the_next(job):
+    job.join("l0", attempt=1)
+    assert job.last("l0", Refused).kind == "early"
+    assert job.membership.failure is None
+    job.lose("w0")
+    job.join("l1", attempt=1)
+    assert job.last("l1", Refused).kind == "early"
+    job.join("l0", "late", attempt=0)
+    assert job.last("late", Refused).kind == "failed"
+
+
+def test_a_launcher_that_comes_too_late_is_told_which_attempt_that_was():
+    job = Job(attempt=4)
+    job.join("w0", attempt=4)
+    job.lose("w0")
+    job.join("l0", attempt=1)
+    refused = job.last("l0", Refused)
+    assert (refused.kind, refused.attempt) == ("failed", 4)
+
+
+def test_launchers_follow_a_coordinator_that_somebody_started_anew():
+    job = Job(attempt=0)
+    job.join("l0", attempt=3)
+    assert job.last("l0", Welcome).attempt == 0
+
+
+def test_who_comes_early_is_no_news():
+    job = Job(1, 1)
+    job.join("w0", "early", attempt=1)
+    job.join("w0")
+    job.wait(4, "w0")
+    assert "refused" not in job.last("w0", Waiting).text
+
+
 def test_a_launcher_with_other_settings_is_refused(job):
     job.join("l0", settings={"num_workers": 2, "num_servers": 2, "ordered": True})
     assert job.last("l0", Refused).kind == "settings"
@@ -522,7 +610,7 @@ def test_of_a_silent_machine_a_worker_is_named_rather_than_its_launcher():
     job = Job()
     for name in ("l0", "s0", "s1", "w0", "w1"):
         job.join(name)
-    job.wait(15, "s0 s1 w0")
+    job.wait(18, "s0 s1 w0")
     assert (job.failure.kind, job.failure.role, job.failure.index) == ("silent", "worker", 1)
 
 
@@ -664,9 +752,9 @@ def test_a_lost_connection_that_nothing_explains_is_the_cause(job):
 
 
 def test_silence_is_found_and_the_silent_one_is_told_too(job):
-    job.wait(13, "w0 s0 s1")
+    job.wait(16, "w0 s0 s1")
     assert (job.failure.kind, job.failure.role, job.failure.index) == ("silent", "worker", 1)
-    assert "silent for 12 s" in job.failure.text
+    assert "silent for 15 s" in job.failure.text
     assert job.last("w1", JobFailed) == job.failure
 
 
@@ -707,6 +795,140 @@ def test_who_comes_after_the_failure_is_told_the_cause():
     assert "worker 0 (host-a, pid 100) died" in refused.text
 
 
+# --- followers ---
+
+
+def follow(job: Job, name: str, number: int) -> None:
+    """It comes, and both servers let it in."""
+    job.join(name)
+    for server in ("s0", "s1"):
+        job.say(server, FollowerAdmitted(number))
+
+
+def agree(job: Job) -> None:
+    """Model 0 starts."""
+    job.say("w0", proposal(programs=[b"a", b"b"]))
+    job.say("w1", proposal())
+    job.say("s0", FlowReady(0))
+    job.say("s1", FlowReady(0))
+
+
+def test_a_follower_that_is_early_knocks_when_every_server_expects_it():
+    job = Job()
+    job.join("f0")
+    assert job.kinds("f0") == [Welcome]
+    job.wait(100, "f0")  # the time for all to come begins with the first of the job
+    assert job.membership.failure is None
+    for name in ALL.split():
+        job.join(name)
+    job.say("s0", Admitting("127.0.0.1:1"))
+    assert AdmitFollower not in job.kinds("s0")
+    job.say("s1", Admitting("127.0.0.1:2"))
+    told = [job.last(server, AdmitFollower) for server in ("s0", "s1")]
+    assert [(each.number, each.incarnation) for each in told] == [(0, 7)] * 2
+    assert len({each.token for each in told}) == 2
+    job.say("s0", FollowerAdmitted(0))
+    assert job.kinds("f0") == [Welcome]
+    job.say("s1", FollowerAdmitted(0))
+    follows = job.last("f0", Follows)
+    assert [e.address for e in follows.servers] == ["127.0.0.1:1", "127.0.0.1:2"]
+    assert [e.tokens for e in follows.servers] == [{0: each.token} for each in told]
+    assert follows.settings["partition_bytes"] == 64
+    assert follows.transport == "tcp"
+    agree(job)
+    assert job.kinds("f0")[2:] == [FlowAgreed, FlowStart]
+    assert job.last("f0", FlowAgreed).program is None
+
+
+def test_a_follower_that_is_late_is_told_what_was_agreed(job):
+    agree(job)
+    follow(job, "f0", 0)
+    assert job.kinds("f0") == [Welcome, Follows, FlowAgreed, FlowStart]
+    agreed = job.last("f0", FlowAgreed)
+    assert (agreed.leaves, agreed.digest, agreed.program) == ([LEAF], "d", None)
+    assert not any(isinstance(m, AdmitFollower) for m in job.got["w0"])
+
+
+@pytest.mark.parametrize("end", ["dies", "leaves", "fails", "is silent", "talks nonsense"])
+def test_the_end_of_a_follower_is_told_to_the_servers_and_concerns_nobody_else(job, end):
+    follow(job, "f0", 0)
+    follow(job, "f1", 1)
+    match end:
+        case "dies":
+            job.lose("f0")
+        case "leaves":
+            job.say("f0", Left(3), Bye())
+        case "fails":
+            job.say("f0", Failed("raised", "boom"))
+        case "is silent":
+            job.wait(16, f"{ALL} f1")
+        case _:
+            job.say("f0", proposal())
+    assert job.membership.failure is None
+    for server in ("s0", "s1"):
+        assert [m.number for m in job.got[server] if isinstance(m, DismissFollower)] == [0]
+    told = [m for m in job.got["f0"] if isinstance(m, JobFailed)]
+    if end in ("is silent", "talks nonsense"):
+        assert told[0].kind == {"is silent": "silent"}.get(end, "protocol")
+        assert told[0].text.startswith("follower 0 (host-a, pid 100) was dismissed: it ")
+        assert job.membership.notes == [told[0].text]
+    else:
+        assert told == []
+    job.say("s0", FollowerAdmitted(0))  # too late, and no harm
+    assert job.kinds("f1") == [Welcome, Follows]
+    for name in ("w0", "w1", "s0", "s1"):
+        assert JobFailed not in job.kinds(name)
+
+
+def test_a_follower_that_a_server_cannot_serve_is_told_why(job):
+    job.join("f0")
+    job.say("s0", FollowerAdmitted(0))
+    job.say("s1", FollowerAdmitted(0, "no memory"))
+    told = job.last("f0", JobFailed)
+    assert told.kind == "transport"
+    assert "server 1 (host-a, pid 101) cannot serve it: no memory" in told.text
+    assert job.last("s0", DismissFollower).number == 0
+    assert job.membership.failure is None
+
+
+def test_followers_hear_of_the_failure_and_do_not_keep_the_job_from_ending(job):
+    follow(job, "f0", 0)
+    job.lose("w0")
+    assert job.last("f0", JobFailed) is job.failure
+    for name in ("w1", "s0", "s1"):
+        job.say(name, Bye())
+    assert job.membership.is_over(job.now)
+
+
+def test_followers_hear_of_the_end_and_do_not_keep_the_job_from_ending(job):
+    follow(job, "f0", 0)
+    for worker in ("w0", "w1"):
+        assert Shutdown not in job.kinds("f0")
+        job.say(worker, Left(9), Bye())
+    assert job.kinds("f0")[-1] is Shutdown
+    for server in ("s0", "s1"):
+        job.say(server, Left(9), Bye())
+    assert job.membership.is_over(job.now)
+    job.join("f1")
+    assert job.last("f1", Refused).kind == "ended"
+
+
+def test_a_follower_too_many_is_refused_until_another_goes(job):
+    for number in range(MOST_FOLLOWERS):
+        follow(job, f"f{number}", number)
+    job.join("f64")
+    refused = job.last("f64", Refused)
+    assert (refused.kind, "64 followers are here" in refused.text) == ("full", True)
+    job.lose("f3")
+    job.join("f65")
+    assert job.kinds("f65") == [Welcome]
+
+
+def test_only_a_server_admits_followers(job):
+    job.say("w0", FollowerAdmitted(0))
+    assert "worker 0 (host-a, pid 100) admitted a follower" in job.failure.text
+
+
 # --- any history ---
 
 MESSAGES = st.sampled_from(
@@ -723,11 +945,13 @@ MESSAGES = st.sampled_from(
         Bye(),
         Ended("worker", 0, 100, "ended with exit code 1", False),
         Ended("server", 1, 101, "ended with exit code 0", True),
+        FollowerAdmitted(0),
+        FollowerAdmitted(1, "no memory"),
         hello("worker", 0),
         hello("server", 1),
     ]
 )
-NAMES = st.sampled_from([*ALL.split(), "l0"])
+NAMES = st.sampled_from([*ALL.split(), "l0", "f0", "f1"])
 EVENTS = st.one_of(
     st.tuples(st.just("join"), NAMES),
     st.tuples(st.just("lose"), NAMES),
@@ -828,6 +1052,550 @@ def test_no_history_of_a_complete_job_hangs(shuffle: random.Random, events):
 
 
 # --- the process ---
+
+
+# --- losses that the others bear ---
+
+
+def shrinking(policy: Policy | None = None, workers: int = 3, servers: int = 2, **options) -> Job:
+    """A job whose model 0 has started: by default, means of 2 of 3 workers."""
+    job = Job(workers, servers, **options)
+    for s in range(servers):
+        job.join(f"s{s}")
+    for w in range(workers):
+        job.join(f"w{w}")
+    for s in range(servers):
+        job.say(f"s{s}", Admitting("127.0.0.1:1"))
+    start_model(job, 0, policy or SyncReplicas(2))
+    return job
+
+
+def start_model(job: Job, number: int, policy: Policy) -> None:
+    wire = to_wire(policy.complete(job.workers))
+    for w in range(job.workers):
+        job.say(f"w{w}", proposal(number, policy=wire))
+    for s in range(job.servers):
+        job.say(f"s{s}", FlowReady(number))
+    assert job.last("w0", FlowStart).flow == number
+
+
+def land(job: Job, worker: int, sequence: int, step: int, life: int = 7) -> None:
+    for s in range(job.servers):
+        job.say(f"s{s}", Landed(0, GradientName(worker, life, sequence), step))
+
+
+def means(job: Job) -> list[tuple[int, list[int]]]:
+    told = [m.decisions for m in job.got["s0"] if isinstance(m, Decided)]
+    return [
+        (d.step, [g.worker for g in d.gradients])
+        for many in told
+        for d in many
+        if isinstance(d, Mean)
+    ]
+
+
+def die(job: Job) -> None:
+    job.lose("w2", "killed")
+
+
+def fall_silent(job: Job) -> None:
+    job.wait(17, "w0 w1 s0 s1")
+
+
+def lose_a_connection(job: Job) -> None:
+    job.say("s1", LostWorker(2, 7, "server 1 lost its connection to worker 2"))
+
+
+def raise_an_error(job: Job) -> None:
+    job.say("w2", Failed("raised", "ValueError: no"))
+    job.lose("w2")
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        (die, "died: killed"),
+        (fall_silent, "has been silent for"),
+        (lose_a_connection, "server 1 .* reports: server 1 lost its connection to worker 2"),
+        (raise_an_error, "raised: ValueError: no"),
+    ],
+)
+def test_the_others_go_on_without_a_lost_worker_where_its_policy_says_so(way, says):
+    job = shrinking()
+    job.join("l0")
+    land(job, 2, 0, 0)
+    way(job)
+    assert job.membership.failure is None
+    for name in ("s0", "s1", "w0", "l0"):
+        lost = job.last(name, MemberLost)
+        assert (lost.role, lost.index) == ("worker", 2)
+        assert re.search(says, lost.text), lost.text
+    (note,) = job.membership.notes
+    assert note.endswith("; the job goes on without it")
+    land(job, 0, 0, 0)
+    assert means(job) == []  # what came from the lost one does not count
+    land(job, 1, 0, 0)
+    assert means(job) == [(0, [0, 1])]
+    # Nor is anything else heard of it: that it has other news, dies at last, or how it ended.
+    job.say("w2", Failed("raised", "too late"))
+    job.lose("w2")
+    job.say("s0", LostWorker(2, 7, "again"))
+    job.say("l0", ended(2, "killed by SIGKILL", pid=102))
+    land(job, 2, 1, 1)
+    assert means(job) == [(0, [0, 1])]
+    for name in ("w0", "w1"):
+        job.say(name, Left(1), Bye())
+    assert job.kinds("s0")[-1] is Shutdown
+    assert job.membership.failure is None
+
+
+def test_a_lost_worker_that_lives_is_told_that_it_has_no_part_in_the_job():
+    job = shrinking()
+    fall_silent(job)
+    told = job.last("w2", JobFailed)
+    assert told.kind == "lost"
+    assert "worker 2 (host-a, pid 102) has been silent" in told.text
+    assert "The job goes on without this worker" in told.text
+
+
+def test_with_too_few_left_the_job_fails_and_says_how_many_it_needs():
+    job = shrinking()
+    die(job)
+    job.lose("w0")
+    assert job.failure.kind == "died"
+    assert "worker 0 (host-a, pid 100) died" in job.failure.text
+    assert re.search("1 remain, and .* needs at least 2", job.failure.text), job.failure.text
+    assert job.last("s0", JobFailed) == job.last("w1", JobFailed) == job.failure
+
+
+@pytest.mark.parametrize("policy", [SyncReplicas(), SyncReplicas(2, on_loss="fail")])
+def test_where_the_policy_says_fail_a_loss_ends_the_job(policy):
+    job = shrinking(policy)
+    die(job)
+    assert job.failure.text.startswith("worker 2 (host-a, pid 102) died: killed")
+
+
+def test_all_of_all_shrinks_where_it_is_asked_to():
+    job = shrinking(SyncReplicas(on_loss="shrink"))
+    for worker in range(3):
+        land(job, worker, 0, 0)
+    die(job)
+    land(job, 0, 1, 1)
+    land(job, 1, 1, 1)
+    assert means(job) == [(0, [0, 1, 2]), (1, [0, 1])]
+
+
+def test_a_loss_ends_the_job_while_one_of_its_models_cannot_bear_it():
+    job = shrinking(Async())
+    start_model(job, 1, SyncReplicas())
+    die(job)
+    assert job.failure.text.startswith("worker 2 (host-a, pid 102) died")
+
+
+def test_a_loss_before_training_ends_the_job():
+    job = Job(3, 1)
+    for name in ("s0", "w0", "w1", "w2"):
+        job.join(name)
+    job.say("s0", Admitting("127.0.0.1:1"))
+    for w in range(2):
+        job.say(f"w{w}", proposal(policy=to_wire(SyncReplicas(2).complete(3))))
+    die(job)
+    assert job.failure.text.startswith("worker 2 (host-a, pid 102) died")
+
+
+def test_a_model_that_a_lost_worker_would_have_to_agree_on_is_refused_with_its_name():
+    job = shrinking()
+    die(job)
+    job.say("w0", proposal(1, policy=to_wire(SyncReplicas(2).complete(3))))
+    assert "worker 2 (host-a, pid 102) was lost" in job.failure.text
+    assert "never called init for model 1" in job.failure.text
+
+
+def test_a_server_is_needed_by_everybody():
+    job = shrinking()
+    job.lose("s1")
+    assert job.failure.text.startswith("server 1 (host-a, pid 101) died")
+    job = shrinking()
+    job.say("w0", LostWorker(2, 7, "not mine to tell"))
+    assert "worker 0 (host-a, pid 100) lost worker 2, which it never had" in job.failure.text
+
+
+# --- another life in the place of a lost one ---
+
+
+WAITING = SyncReplicas(on_loss="wait")
+
+
+def come_back(job: Job, name: str = "w2", life: int = 8, pid: int = 202, **changes) -> None:
+    """Another life says hello, and every server lets it in."""
+    job.join(name, f"{name}-{life}", incarnation=life, pid=pid, **changes)
+    for s in range(job.servers):
+        asked = job.last(f"s{s}", AdmitWorker)
+        assert (asked.index, asked.incarnation) == (int(name[1:]), life)
+        job.say(f"s{s}", WorkerAdmitted(asked.index, life))
+
+
+def take_up(job: Job, name: str = "w2-8", number: int = 0, policy: Policy = WAITING) -> None:
+    job.say(name, proposal(number, policy=to_wire(policy.complete(job.workers))))
+
+
+def test_who_comes_back_is_let_in_by_new_tokens_once_every_server_expects_it():
+    job = shrinking(WAITING)
+    old = {s: job.last(f"s{s}", Roster).servers[s].tokens[2] for s in range(2)}
+    die(job)
+    (note,) = job.membership.notes
+    assert note.endswith("died: killed, with no step reported yet; its place is kept")
+    assert job.last("s0", MemberLost).waits
+    assert job.membership.waits_for() == ["worker 0", "worker 1", "worker 2"]
+    job.join("w2", "w2-8", incarnation=8, pid=202)
+    assert job.kinds("w2-8") == [Welcome]
+    for s in range(2):
+        asked = job.last(f"s{s}", AdmitWorker)
+        assert (asked.index, asked.incarnation) == (2, 8)
+        assert asked.token != old[s]
+        assert Roster not in job.kinds("w2-8")
+        job.say(f"s{s}", WorkerAdmitted(2, 8))
+    roster = job.last("w2-8", Roster)
+    assert [entry.tokens for entry in roster.servers] == [
+        {2: job.last(f"s{s}", AdmitWorker).token} for s in range(2)
+    ]
+    assert [entry.address for entry in roster.servers] == ["127.0.0.1:1"] * 2
+    job.say("s0", WorkerAdmitted(2, 8))  # twice is once
+    assert job.kinds("w2-8").count(Roster) == 1
+
+
+def test_the_others_wait_and_go_on_with_the_next_life():
+    job = shrinking(WAITING)
+    for worker in range(3):
+        land(job, worker, 0, 0)
+    land(job, 2, 1, 1)  # landed, and yet not in a mean: that would be one over two epochs
+    die(job)
+    land(job, 0, 1, 1)
+    land(job, 1, 1, 1)
+    come_back(job)
+    assert means(job) == [(0, [0, 1, 2])]
+    take_up(job)
+    assert job.last("w2-8", FlowStart) == FlowStart(0, joined=1)
+    land(job, 2, 2, 1)  # of the life that is over
+    assert means(job) == [(0, [0, 1, 2])]
+    land(job, 2, 0, 1, life=8)
+    assert means(job) == [(0, [0, 1, 2]), (1, [0, 1, 2])]
+    mean = [d for m in job.got["s1"] if isinstance(m, Decided) for d in m.decisions]
+    lives = [[g.incarnation for g in d.gradients] for d in mean if isinstance(d, Mean)]
+    assert lives == [[7, 7, 7], [7, 7, 8]]
+    for name in ("w0", "w1", "w2-8"):
+        job.say(name, Left(2), Bye())
+    assert job.kinds("s0")[-1] is Shutdown
+    assert job.membership.failure is None
+
+
+def test_who_comes_back_to_a_job_that_went_on_has_a_part_from_the_next_step_on():
+    policy = SyncReplicas(on_loss="shrink")
+    job = shrinking(policy)
+    die(job)
+    land(job, 0, 0, 0)
+    land(job, 1, 0, 0)
+    land(job, 0, 1, 1)
+    come_back(job)
+    take_up(job, policy=policy)
+    assert FlowStart not in job.kinds("w2-8")  # a step is under way
+    land(job, 1, 1, 1)
+    assert job.last("w2-8", FlowStart).joined == 2
+    land(job, 0, 2, 2)
+    land(job, 1, 2, 2)
+    assert means(job) == [(0, [0, 1]), (1, [0, 1])]
+    land(job, 2, 0, 2, life=8)
+    assert means(job)[2:] == [(2, [0, 1, 2])]
+
+
+def test_models_are_taken_up_one_after_the_other_and_new_ones_begun_together():
+    job = shrinking(WAITING)
+    start_model(job, 1, Async(on_loss="wait"))
+    die(job)
+    come_back(job)
+    third = proposal(2, policy=to_wire(SyncReplicas(2).complete(3)))
+    job.say("w0", third)
+    for number, policy in enumerate((WAITING, Async(on_loss="wait"))):
+        take_up(job, number=number, policy=policy)
+        assert job.last("w2-8", FlowStart) == FlowStart(number, joined=0)
+    job.say("w1", third)
+    job.say("w2-8", third)
+    for s in range(2):
+        job.say(f"s{s}", FlowReady(2))
+    assert job.last("w2-8", FlowStart) == job.last("w0", FlowStart) == FlowStart(2)
+
+
+@pytest.mark.parametrize("policy", [WAITING, SyncReplicas(2), BoundedStaleness(1, on_loss="wait")])
+def test_another_model_is_refused_with_the_difference_and_concerns_nobody_else(policy):
+    job = shrinking(policy)
+    die(job)
+    come_back(job)
+    before = {name: job.kinds(name) for name in ("w0", "w1")}
+    wire = to_wire(policy.complete(3))
+    other = [LeafSpec("params['w']", (2, 4), "float32")]
+    job.say("w2-8", proposal(policy=wire, leaves=other))
+    told = job.last("w2-8", FlowRejected).text
+    assert re.search("not that of the job: the shape of a leaf differs: worker 2 .*, the job", told)
+    assert JobFailed not in job.kinds("w2-8")
+    assert job.membership.failure is None
+    for name in ("w0", "w1"):
+        assert job.kinds(name) == [*before[name], MemberLost]
+    assert job.last("s0", MemberLost).kind == "mismatch"
+    job.lose("w2-8")
+    come_back(job, life=9, pid=302)
+    take_up(job, "w2-9", policy=policy)
+    assert job.last("w2-9", FlowStart).joined == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        (
+            {"incarnation": 7},
+            "duplicate",
+            "gives the incarnation of a process that was here before",
+        ),
+        ({"offer": Offer("verbs", verbs=True, why="")}, "settings", "the job has tcp"),
+        ({"attempt": 1}, "early", "attempt 2"),
+    ],
+)
+def test_who_cannot_take_the_place_is_refused_and_it_stays_free(changes, kind, text):
+    job = shrinking(WAITING)
+    die(job)
+    job.join("w2", "stranger", **{"incarnation": 8, "pid": 202, **changes})
+    refused = job.last("stranger", Refused)
+    assert (refused.kind, job.kinds("stranger")) == (kind, [Refused])
+    assert text in refused.text
+    come_back(job)
+    take_up(job)
+    assert job.last("w2-8", FlowStart).joined == 0
+
+
+def test_a_place_is_not_taken_from_who_lives_or_left_in_good_order():
+    job = shrinking(WAITING)
+    job.join("w2", "twin", incarnation=8, pid=202)
+    assert "two processes claim to be worker 2" in job.last("twin", Refused).text
+    job.say("w1", Left(3), Bye())
+    job.join("w1", "again", incarnation=8, pid=201)
+    assert "was here and has ended" in job.last("again", Refused).text
+
+
+def test_nobody_comes_back_to_a_job_that_is_over():
+    job = shrinking(SyncReplicas(2))
+    die(job)
+    for name in ("w0", "w1"):
+        job.say(name, Left(1), Bye())
+    job.join("w2", "late", incarnation=8, pid=202)
+    assert job.last("late", Refused).kind == "ended"
+
+
+def test_a_life_that_is_lost_before_it_has_a_part_leaves_the_place_free():
+    job = shrinking(WAITING)
+    die(job)
+    job.join("w2", "w2-8", incarnation=8, pid=202)
+    job.say("s0", WorkerAdmitted(2, 8))
+    job.lose("w2-8")
+    job.say("s1", WorkerAdmitted(2, 8))
+    come_back(job, life=9, pid=302)
+    job.lose("w2-9")
+    come_back(job, life=10, pid=402)
+    take_up(job, "w2-10")
+    for worker, life in ((0, 7), (1, 7), (2, 10)):
+        land(job, worker, 0, 0, life)
+    assert means(job) == [(0, [0, 1, 2])]
+    # What servers and launchers tell of lives that are over is no news.
+    job.join("l0")
+    job.say("s0", LostWorker(2, 7, "its connection ended"))
+    for pid in (102, 202, 302):
+        job.say("l0", ended(2, "killed by SIGKILL", pid=pid))
+    assert job.membership.failure is None
+    assert JobFailed not in job.kinds("w2-10")
+    job.say("s0", LostWorker(2, 10, "its connection ended"))
+    assert job.last("w2-10", JobFailed).kind == "lost"
+
+
+def test_a_server_that_cannot_let_it_in_is_named_to_who_came():
+    job = shrinking(WAITING)
+    die(job)
+    job.join("w2", "w2-8", incarnation=8, pid=202)
+    job.say("s0", WorkerAdmitted(2, 8, "there is no memory for it"))
+    told = job.last("w2-8", JobFailed)
+    assert (told.kind, told.role, told.index) == ("transport", "worker", 2)
+    assert "server 0 (host-a, pid 100) cannot let it in: there is no memory for it" in told.text
+    assert job.membership.failure is None
+
+
+def test_who_waits_for_whom_is_said_with_the_way_to_bring_it_back():
+    job = shrinking(WAITING)
+    job.membership.address = "10.0.0.1:7000"
+    die(job)
+    job.wait(11, "w0 w1 s0 s1")
+    for told in (job.membership.notes[-1], job.last("w0", Waiting).text):
+        assert re.search(
+            r"training stands still, and waits for worker 2, which was lost 10 s ago: worker 2 \(host-a, pid 102\) "
+            r"died: killed.* JAXRDMA_COORDINATOR=10.0.0.1:7000 JAXRDMA_INDEX=2 JAXRDMA_NUM_WORKERS=3 ",
+            told,
+        ), told
+    come_back(job)
+    job.say("w2-8", Heartbeat(-1, "joining"))
+    job.wait(11, "w0 w1 w2-8 s0 s1")
+    assert "worker 2 (host-a, pid 202, no news), which came back, to call init for model 0" in (
+        job.last("w0", Waiting).text
+    )
+    take_up(job)
+    said = len(job.got["w0"])
+    job.wait(30, "w0 w1 w2-8 s0 s1")
+    assert not any(isinstance(message, Waiting) for message in job.got["w0"][said:])
+
+
+def test_a_place_is_kept_for_so_long_while_nothing_can_be_done_without_it():
+    job = shrinking(WAITING, connect_timeout=60)
+    die(job)
+    job.wait(59, "w0 w1 s0 s1")
+    assert job.membership.failure is None
+    job.wait(2, "w0 w1 s0 s1")
+    assert (job.failure.kind, job.failure.index) == ("died", 2)
+    assert re.search("worker 2 .*died: killed.*; nobody took its place in 60 s", job.failure.text)
+
+
+def test_a_place_is_kept_for_as_long_as_the_others_can_do_without_it():
+    job = shrinking(Async(on_loss="wait"), connect_timeout=60)
+    die(job)
+    job.wait(100, "w0 w1 s0 s1")
+    land(job, 0, 0, 0)
+    assert means(job) == [(0, [0])]
+    assert not any(isinstance(message, Waiting) for message in job.got["w0"])
+    for name in ("w0", "w1"):
+        job.say(name, Left(1), Bye())
+    assert Shutdown not in job.kinds("s0")  # its data have not run out
+    come_back(job)
+    take_up(job, policy=Async(on_loss="wait"))
+    land(job, 2, 0, 1, life=8)
+    assert means(job) == [(0, [0]), (1, [2])]
+    job.say("w2-8", Left(2), Bye())
+    assert job.kinds("s0")[-1] is Shutdown
+
+
+def test_who_comes_back_and_leaves_at_once_gives_up_the_place():
+    job = shrinking(WAITING)
+    die(job)
+    come_back(job)
+    land(job, 0, 0, 0)
+    land(job, 1, 0, 0)
+    assert means(job) == []
+    job.say("w2-8", Left(0), Bye())
+    assert means(job) == [(0, [0, 1])]
+
+
+def test_a_job_that_has_failed_bears_no_losses():
+    job = shrinking(WAITING)
+    job.lose("s1")
+    said = list(job.membership.notes)
+    die(job)
+    assert MemberLost not in job.kinds("s0")
+    assert job.membership.notes == said
+    assert job.failure.role == "server"
+
+
+def test_all_may_be_lost_and_come_back():
+    job = shrinking(WAITING)
+    for worker in range(3):
+        job.lose(f"w{worker}")
+    assert job.membership.failure is None
+    for worker in range(3):
+        come_back(job, f"w{worker}", pid=200 + worker)
+        take_up(job, f"w{worker}-8")
+    for worker in range(3):
+        land(job, worker, 0, 0, life=8)
+    assert means(job) == [(0, [0, 1, 2])]
+
+
+class Lives:
+    """Workers of a job that waits, which train, are lost at any moment, and come back."""
+
+    def __init__(self, job: Job, policy: Policy) -> None:
+        self.job, self.policy = job, policy
+        self.life = dict.fromkeys(range(3), 7)
+        self.stage = dict.fromkeys(range(3), "trains")
+        self.sequence = dict.fromkeys(range(3), 0)
+
+    def name(self, w: int) -> str:
+        return f"w{w}" if self.life[w] == 7 else f"w{w}-{self.life[w]}"
+
+    def act(self, w: int, *, dies: bool = False) -> None:
+        """The next thing that a worker does, or its end; then what it has been told since."""
+        if dies and self.stage[w] != "lost":
+            self.job.lose(self.name(w))
+            self.stage[w] = "lost"
+            return
+        match self.stage[w]:
+            case "lost":
+                self.life[w] += 1
+                life = self.life[w]
+                self.job.join(f"w{w}", self.name(w), incarnation=life, pid=100 * life + w)
+                self.stage[w] = "knocks"
+            case "knocks":
+                for s in range(2):
+                    self.job.say(f"s{s}", WorkerAdmitted(w, self.life[w]))
+                assert Roster in self.job.kinds(self.name(w))
+                self.stage[w] = "is in"
+            case "is in":
+                take_up(self.job, self.name(w), policy=self.policy)
+                self.stage[w], self.sequence[w] = "trains", 0
+            case _:
+                self.push(w)
+
+    def push(self, w: int) -> None:
+        told = [m.joined for m in self.job.got[self.name(w)] if isinstance(m, FlowStart)]
+        mine = GradientName(w, self.life[w], self.sequence[w] - 1)
+        told += [
+            d.step
+            for m in self.job.got["s0"]
+            if isinstance(m, Decided)
+            for d in m.decisions
+            if isinstance(d, Answered) and d.gradient == mine
+        ]
+        if (self.sequence[w] > 0 and len(told) < 2) or not told:
+            return  # not answered yet
+        land(self.job, w, self.sequence[w], told[-1] or 0, self.life[w])
+        self.sequence[w] += 1
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        WAITING,
+        SyncReplicas(2, on_loss="wait"),
+        BoundedStaleness(1, on_loss="wait"),
+        Async(on_loss="wait"),
+    ],
+    ids=lambda policy: policy.describe(),
+)
+def test_no_history_of_losses_stops_a_job_that_waits(policy, seed):
+    job, chance = shrinking(policy), random.Random(seed)
+    lives = Lives(job, policy)
+    for _ in range(60):
+        lives.act(chance.randrange(3), dies=chance.random() < 0.15)
+    before = len(means(job))
+    for _ in range(12):
+        for w in range(3):
+            lives.act(w)
+    assert job.membership.failure is None
+    made = [d for m in job.got["s0"] if isinstance(m, Decided) for d in m.decisions]
+    made = [d for d in made if isinstance(d, Mean)]
+    assert len(made) >= before + 3
+    assert [d.step for d in made] == [*range(len(made))]
+    counted = [gradient for d in made for gradient in d.gradients]
+    assert len(counted) == len({*map(str, counted)}), "a gradient counted twice"
+    quorum = policy.complete(3).quorum(3)
+    newest = dict.fromkeys(range(3), 0)
+    for d in made:
+        assert len({gradient.worker for gradient in d.gradients}) == quorum
+        for gradient in d.gradients:
+            # Never again a life that another one has followed.
+            assert gradient.incarnation >= newest[gradient.worker]
+            newest[gradient.worker] = gradient.incarnation
 
 
 def test_the_coordinator_and_the_launcher_import_no_jax_and_no_numpy():

@@ -25,6 +25,13 @@ def test_a_server_locks_sums_and_what_it_sends_if_that_is_another_thing():
     assert memory.shard_bytes(PLAN, 0, "average", 1) == 0
 
 
+def test_a_follower_costs_a_server_one_more_copy_of_what_it_sends():
+    parameters = pages(1000 * 64 * 4 + (1000 * 2 + 63) // 64 * 64)
+    assert memory.version_bytes(PLAN, 0) == parameters
+    held = memory.shard_bytes(PLAN, 0, "update", 2, held=True)
+    assert held - memory.shard_bytes(PLAN, 0, "update", 2) == 3 * memory.version_bytes(PLAN, 0)
+
+
 def test_the_shards_of_several_servers_are_the_model_once():
     plan = assign_partitions(LEAVES[:1], 3, 1 << 16)
     shards = sum(memory.shard_bytes(plan, server, "average", 2) for server in range(3))

@@ -89,6 +89,24 @@ def test_a_server_finds_the_proposed_plan_by_its_digest(args):
     assert plan.agreed_plan(args[0], args[1], args[2], made.digest) == made
 
 
+def test_averages_lie_where_their_parameters_do_and_16_bit_ones_are_float32():
+    leaves = [
+        LeafSpec("params['w']", (70, 30), "bfloat16"),
+        LeafSpec("params['b']", (500,), "float32"),
+        LeafSpec("params['d']", (3,), "float64"),
+    ]
+    made = plan.assign_partitions(leaves, 2, 512)
+    averages = plan.average_plan(made)
+    assert [leaf.dtype for leaf in averages.leaves] == ["float32", "float32", "float64"]
+    for server in range(2):
+        assert averages.pieces(server) == made.pieces(server)
+        assert averages.server_bytes(server) >= made.server_bytes(server)
+    assert averages.digest != made.digest
+    assert plan.agreed_average_plan(made, averages.digest) == averages
+    with pytest.raises(errors.MismatchError, match="run the same version of jaxrdma"):
+        plan.agreed_average_plan(made, made.digest)
+
+
 def test_an_unknown_digest_is_refused():
     leaves = [LeafSpec("params['w']", (3,), "float32")]
     with pytest.raises(errors.MismatchError, match="digest .* JAXRDMA_PARTITION_BYTES"):
@@ -261,6 +279,23 @@ def test_an_empty_tree_has_no_leaves():
 def test_a_leaf_that_is_no_parameter_is_named_with_the_reason(leaf, text):
     with pytest.raises(errors.PlanError, match=rf"leaf params\['net'\]\.?\[?0\]? {text}"):
         plan.describe_leaves({"net": [leaf], "ok": jnp.zeros(1)})
+
+
+def test_a_plan_says_what_each_server_holds_and_where_each_leaf_lies():
+    leaves = [
+        LeafSpec("params['a']", (100,), "float32"),
+        LeafSpec("params['b']", (8,), "bfloat16"),
+        LeafSpec("params['c']", (0, 3), "float32"),
+    ]
+    assert plan.assign_partitions(leaves, servers=3, partition_bytes=256).text(4) == [
+        "model 4: 3 leaves, 416 bytes on 3 servers, leaves may be cut, partitions of at most 256 bytes",
+        "  server 0: 256 bytes ( 61.5 %), 1 partitions",
+        "  server 1: 144 bytes ( 34.6 %), 1 partitions",
+        "  server 2:  16 bytes (  3.8 %), 1 partitions",
+        "  params['a'] float32[100]: server 0 [0:64], server 1 [64:100]",
+        "  params['b'] bfloat16[8]: server 2 [0:8]",
+        "  params['c'] float32[0,3]: empty",
+    ]
 
 
 def test_a_prng_key_is_named():

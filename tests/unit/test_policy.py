@@ -11,22 +11,16 @@ from jaxrdma.policy import Async, BoundedStaleness, SyncReplicas, Wire, from_wir
     "policy", [SyncReplicas(), SyncReplicas(3), SyncReplicas(None, 3), SyncReplicas(3, 3)]
 )
 def test_all_of_all_is_resolved(policy):
-    assert policy.resolve(3) == SyncReplicas(3, 3, on_loss="fail")
-    assert policy.resolve(3).describe() == "sync_replicas(3 of 3, on_loss=fail)"
-
-
-@pytest.mark.parametrize("on_loss", ["shrink", "wait"])
-def test_a_session_refuses_to_go_on_without_a_lost_worker(on_loss):
-    SyncReplicas(2, 3, on_loss=on_loss).complete(3)
-    with pytest.raises(ConfigError, match=rf"on_loss='{on_loss}'.*Leave on_loss out"):
-        SyncReplicas(2, 3, on_loss=on_loss).resolve(3)
-    assert SyncReplicas(2).resolve(3).on_loss == "fail"
+    assert policy.complete(3) == SyncReplicas(3, 3, on_loss="fail")
+    assert policy.complete(3).describe() == "sync_replicas(3 of 3, on_loss=fail)"
 
 
 @pytest.mark.parametrize(
     ("policy", "held"),
     [
         (SyncReplicas(), 0),
+        (SyncReplicas(on_loss="shrink"), 1),
+        (SyncReplicas(on_loss="wait"), 1),
         (SyncReplicas(2), 1),
         (SyncReplicas(6), 2),
         (SyncReplicas(7), 3),
@@ -36,7 +30,7 @@ def test_a_session_refuses_to_go_on_without_a_lost_worker(on_loss):
     ],
 )
 def test_servers_keep_as_many_gradients_as_may_be_undecided(policy, held):
-    assert policy.resolve(3).held == held
+    assert policy.complete(3).held == held
 
 
 @pytest.mark.parametrize("policy", [SyncReplicas(2, 3), Async(), BoundedStaleness(2)])

@@ -2,13 +2,15 @@
 
 import ipaddress
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from jaxrdma import _native, devices, transport
+from jaxrdma import _native, devices, memory, transport
 from jaxrdma.cluster import MOST_DEVICES, ClusterSpec, VerbsSettings
 from jaxrdma.control import Offer
 from jaxrdma.devices import Device, Gid, Inventory, Port
@@ -118,6 +120,14 @@ def test_every_choice_is_handed_over_and_its_memory_reckoned(machine, capfd):
     assert "by each of 2 devices" in said
 
 
+def test_a_follower_locks_next_to_nothing_before_it_follows_a_model(machine, capfd):
+    follower = replace(spec(transport="verbs"), role="follower", index=5, num_servers=3)
+    _, locked = transport.prepare(follower, "verbs", Place("10.0.0.9"), "what it asks")
+    assert locked is not None
+    assert locked.bytes == 3 * (4096 + memory.QUEUE_BYTES)  # a page of requests for each server
+    assert "follower 5 locks" in capfd.readouterr().err
+
+
 def test_without_a_choice_the_settings_are_handed_over(machine):
     assert [s.device for s in transport_options(spec())["verbs"].sources] == [""]
     named = transport_options(spec(verbs={"device": ("a", "b"), "port": 2, "gid_index": 7}))
@@ -213,3 +223,13 @@ def test_verbs_where_there_is_none_is_a_named_error_with_the_cure():
     assert result.returncode == 1, result.stderr
     assert "server 0: TransportError: transport verbs cannot be used: " in result.stderr
     assert 'rdma link add`, ...), or choose transport="tcp"' in result.stderr
+
+
+def test_the_independent_peer_speaks_the_engines_protocol():
+    """Seen only in a guest otherwise, and long after the change."""
+    root = Path(__file__).parents[2]
+    wire = (root / "native" / "engine" / "wire.h").read_text()
+    peer = (root / "tests" / "verbs" / "peers" / "member.py").read_text()
+    (ours,) = re.findall(r"kProtocolVersion = (\d+);", wire)
+    (theirs,) = re.findall(r"^VERSION = (\d+)$", peer, re.MULTILINE)
+    assert theirs == ours

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrdma import errors, plan, update
+from jaxrdma import averages, errors, plan, update
 from jaxrdma.control import LeafSpec
 
 STEPS = 3
@@ -63,11 +64,32 @@ def pieces(made: plan.Plan, server: int, arrays: list[np.ndarray]) -> list[np.nd
     ]
 
 
-def on_servers(
-    transformation: Any, params: Any, grads: list[Any], servers: int, partition_bytes: int = 256
-) -> list[np.ndarray]:
+def joined(made: plan.Plan, shards: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """What `pieces` has taken apart."""
+    whole = [
+        np.empty(math.prod(leaf.shape), first.dtype)
+        for leaf, first in zip(made.leaves, shards[0], strict=True)
+    ]
+    for server, shard in enumerate(shards):
+        for leaf, ranges, piece in zip(whole, made.pieces(server), shard, strict=True):
+            at = 0
+            for begin, size in ranges:
+                leaf[begin : begin + size] = piece[at : at + size]
+                at += size
+    return whole
+
+
+def training(
+    transformation: Any,
+    params: Any,
+    grads: list[Any],
+    servers: int,
+    partition_bytes: int = 256,
+    ema: float | None = None,
+) -> Iterator[tuple[plan.Plan, list[update.ServerUpdate], list[np.ndarray]]]:
+    """Before the first step and after each: the plan, the servers, and the parameters of all of them."""
     specs, treedef, leaves = plan.describe_leaves(params)
-    analysis = update.analyse(transformation, treedef, specs)
+    analysis = update.analyse(transformation, treedef, specs, ema)
     made = plan.assign_partitions(specs, servers, partition_bytes, analysis.whole_leaves)
     programs = update.export_update(analysis, made).programs
     flat = [np.array(leaf).reshape(-1) for leaf in leaves]
@@ -75,17 +97,19 @@ def on_servers(
     running = [update.ServerUpdate(program) for program in programs]
     for one, shard in zip(running, shards, strict=True):
         one.initialise(shard)
+    yield made, running, joined(made, shards)
     for step in grads:
         arrays = [leaf.reshape(-1) for leaf in jax.tree.leaves(step)]
         for server in range(servers):
             running[server].step(pieces(made, server, arrays), shards[server])
-    for server in range(servers):
-        for whole, ranges, shard in zip(flat, made.pieces(server), shards[server], strict=True):
-            at = 0
-            for begin, size in ranges:
-                whole[begin : begin + size] = shard[at : at + size]
-                at += size
-    return flat
+        yield made, running, joined(made, shards)
+
+
+def on_servers(
+    transformation: Any, params: Any, grads: list[Any], servers: int, partition_bytes: int = 256
+) -> list[np.ndarray]:
+    *_, (_, _, params) = training(transformation, params, grads, servers, partition_bytes)
+    return params
 
 
 def assert_same_bits(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
@@ -113,6 +137,7 @@ ELEMENTWISE = {
     "lion": optax.lion(1e-2),
     "rmsprop": optax.rmsprop(1e-2),
     "ema": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+    "averaged": averages.track_average(optax.adam(1e-2), 0.9),
     "frozen": optax.masked(optax.set_to_zero(), matrices),
 }
 LEAFWISE = {
@@ -167,6 +192,47 @@ def test_an_update_that_mixes_leaves_runs_on_one_server_and_is_refused_on_two(na
     ) as raised:
         on_servers(GLOBAL[name], params, grads, 2)
     assert "use one server, or jaxrdma.average_gradients(session)" in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("transformation", "servers"),
+    [(ELEMENTWISE["adam"], 3), (LEAFWISE["lamb"], 2), (GLOBAL["global norm"], 1)],
+    ids=["elementwise", "leafwise", "global"],
+)
+def test_averages_of_the_parameters_follow_them(transformation, servers, dtype):
+    decay = 0.75
+    params = params_like(dtype)
+    expected: list[np.ndarray] = []
+    grads = gradients(params)
+    for step, (made, running, leaves) in enumerate(
+        training(transformation, params, grads, servers, ema=decay)
+    ):
+        wide = [leaf.astype(np.float64) for leaf in leaves]
+        expected = [
+            decay * old + (1 - decay) * new if step else new
+            for old, new in zip(expected or wide, wide, strict=True)
+        ]
+        views = [
+            [np.empty(made.server_elements(server, i), np.float32) for i in range(len(leaves))]
+            for server in range(servers)
+        ]
+        for one, mine in zip(running, views, strict=True):
+            one.read_averages(mine)
+        for got, average in zip(joined(made, views), expected, strict=True):
+            np.testing.assert_allclose(got, average, rtol=1e-5, atol=1e-6)
+    # And change nothing in them.
+    assert_same_bits(leaves, on_servers(transformation, params, grads, servers))
+
+
+def test_an_average_that_is_none_is_refused():
+    specs, treedef, _ = plan.describe_leaves(params_like())
+    for decay in (0, 1, -0.5, 1.5, float("nan")):
+        with pytest.raises(errors.ConfigError, match="expected a decay between 0 and 1"):
+            update.analyse(optax.sgd(0.1), treedef, specs, decay)
+    *_, (_, (one,), leaves) = training(optax.sgd(0.1), params_like(), [], 1)
+    with pytest.raises(errors.UpdateError, match="no moving averages"):
+        one.read_averages(leaves)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -424,6 +490,12 @@ for one in (optax.adamw(1e-3), optax.lamb(1e-3), noise, steps, relu):
 """
 
 
+def test_the_fingerprint_tells_of_averages():
+    specs, treedef, _ = plan.describe_leaves(params_like())
+    decays = (None, 0.9, 0.99)
+    assert len({update.analyse(optax.sgd(0.1), treedef, specs, d).fingerprint for d in decays}) == 3
+
+
 def test_the_fingerprint_is_the_same_in_every_process():
     outputs = [
         subprocess.run(
@@ -525,8 +597,8 @@ def on_changing_servers(
         programs = update.export_update(analysis, made).programs
         arrays = [leaf.reshape(-1) for leaf in jax.tree.leaves(step)]
         old, state = state, {}
-        for server, program in enumerate(programs):
-            shard = pieces(made, server, flat)
+        shards = [pieces(made, server, flat) for server in range(servers)]
+        for server, (program, shard) in enumerate(zip(programs, shards, strict=True)):
             one = update.ServerUpdate(program)
 
             def places(part: update.StatePart, made=made, server=server) -> list[tuple[int, int]]:
@@ -551,15 +623,11 @@ def on_changing_servers(
                 for begin, count in places(part):
                     whole[begin * item : (begin + count) * item] = array[at : at + count * item]
                     at += count * item
-            for whole, ranges, piece in zip(flat, made.pieces(server), shard, strict=True):
-                at = 0
-                for begin, size in ranges:
-                    whole[begin : begin + size] = piece[at : at + size]
-                    at += size
+        flat = joined(made, shards)
     return flat
 
 
-@pytest.mark.parametrize("name", ["injected", "adafactor", "finite"])
+@pytest.mark.parametrize("name", ["injected", "averaged", "adafactor", "finite"])
 def test_a_state_goes_on_bit_for_bit_on_another_number_of_servers(name):
     transformation = {**ELEMENTWISE, **LEAFWISE, **GLOBAL}[name]
     params = {leaf: value for leaf, value in params_like().items() if leaf in "wbs"}

@@ -1,8 +1,9 @@
 """A worker that pushes the same gradient at every step, and tells what came back.
 
-Usage: policies.py POLICY STEPS [PAUSE_S]... POLICY: sync:N, async, bounded:K. STEPS: how many batches each worker has,
-or, as v20, until which version it trains; one for all, or one for each worker by commas. PAUSE_S: how long each worker
-sleeps before a step; left out: not at all.
+Usage: policies.py POLICY STEPS [PAUSE_S]... POLICY: sync:N, async, bounded:K, and :shrink or :wait after it. STEPS: how
+many batches each worker has; or, as v20, until which version it trains, or, as v@FILE, until the one that the file will
+have; one for all, or one for each worker by commas.
+PAUSE_S: how long each worker sleeps before a step; left out: not at all.
 
 Every element of worker w's gradient is 4**w, and the servers do p -= gradient: what a version differs by from the one
 before tells of whom its mean was. A line is: batch, version before, version after, the values that the parameters have
@@ -11,8 +12,10 @@ before tells of whom its mean was. A line is: batch, version before, version aft
 
 import itertools
 import json
+import math
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +23,26 @@ import numpy as np
 import optax
 
 import jaxrdma
-from jaxrdma.policy import Policy
+from jaxrdma.policy import LOSSES, Policy
 
 
 def policy_of(text: str) -> Policy:
     """What POLICY names."""
-    name, _, number = text.partition(":")
+    on_loss = next((each for each in LOSSES if text.endswith(f":{each}")), None)
+    name, _, number = text.removesuffix(f":{on_loss}").partition(":")
     if name == "sync":
-        return jaxrdma.SyncReplicas(int(number))
-    return jaxrdma.Async() if name == "async" else jaxrdma.BoundedStaleness(int(number))
+        return jaxrdma.SyncReplicas(int(number), on_loss=on_loss)
+    if name == "async":
+        return jaxrdma.Async(on_loss=on_loss)
+    return jaxrdma.BoundedStaleness(int(number), on_loss=on_loss)
+
+
+def end_of(wanted: str) -> float:
+    """Where to stop, as far as is known."""
+    if not wanted.startswith("@"):
+        return int(wanted)
+    file = Path(wanted[1:])
+    return int(file.read_text()) if file.exists() else math.inf
 
 
 def main() -> None:
@@ -45,7 +59,7 @@ def main() -> None:
     step = jax.jit(lambda state: jaxrdma.ps_step(state, gradient))
 
     for batch in itertools.count():
-        if (int(state.step) if wanted[0] == "v" else batch) >= int(wanted.lstrip("v")):
+        if (int(state.step) if wanted[0] == "v" else batch) >= end_of(wanted.lstrip("v")):
             break
         time.sleep(pause)
         before = int(state.step)

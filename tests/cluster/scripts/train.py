@@ -1,6 +1,7 @@
 """A worker that trains the model of model.py and writes its parameters.
 
-Usage: train.py OUT_PREFIX OPTIMISER[,OPTIMISER] STEPS MODE, where MODE is eager, jit, donate, average, halves.
+Usage: train.py OUT_PREFIX OPTIMISER[,OPTIMISER] STEPS MODE [POLICY], where MODE is eager, jit, donate, average, halves,
+and POLICY async, bounded (not at all stale) or held (a mean of all that may shrink); left out: the default.
 """
 
 import sys
@@ -15,9 +16,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import model
 
 import jaxrdma
+from jaxrdma.policy import Policy
+
+POLICIES: dict[str, Policy | None] = {
+    "": None,
+    "async": jaxrdma.Async(),
+    "bounded": jaxrdma.BoundedStaleness(0),
+    "held": jaxrdma.SyncReplicas(on_loss="shrink"),
+}
 
 
-def train(session: jaxrdma.Session, optimiser: str, steps: int, mode: str) -> Any:
+def train(session: jaxrdma.Session, optimiser: str, steps: int, mode: str, policy: str = "") -> Any:
     """The parameters after `steps` steps."""
     params = model.parameters()
     if mode == "average":
@@ -33,7 +42,7 @@ def train(session: jaxrdma.Session, optimiser: str, steps: int, mode: str) -> An
             grads = model.gradient(params, session.index, step)
             params, opt_state = average_step(params, opt_state, grads)
         return params
-    state = session.init(params, update=model.OPTIMISERS[optimiser]())
+    state = session.init(params, update=model.OPTIMISERS[optimiser](), policy=POLICIES[policy])
     ps_step = {
         "eager": jaxrdma.ps_step,
         "jit": jax.jit(jaxrdma.ps_step),
@@ -56,7 +65,7 @@ def main() -> None:
     )
     with jaxrdma.connect() as session:
         for optimiser in optimisers:
-            params = train(session, optimiser, steps, mode)
+            params = train(session, optimiser, steps, mode, *sys.argv[5:])
             leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
             np.savez(f"{out}-{optimiser}-{session.index}.npz", *leaves)
         stats = session.stats()

@@ -43,9 +43,11 @@ READY = 1
 # magic, flow, kind, dtype, partition, tag, step, incarnation, bytes, address and 4 keys for the answer
 HEADER = struct.Struct("<IHBBIIqQQQ4I")
 HEADER_MAGIC = 0x5444524A
-VERSION = 5
+VERSION = 8
 PUSH, LOCATE = 1, 4
 RESULT, CREDIT, RESULT_AND_CREDIT = 1, 2, 5
+TAG_BITS = 20
+IMMEDIATE_BITS = 24  # above: the low bits of the write's number
 GRANT = struct.Struct("<QQ4III")  # address, stride, keys of 4 devices, slots, 0
 LOCATION = struct.Struct("<QQQ4I")  # address, bytes, address of the seal, keys of 4 devices
 SEAL = struct.Struct("<Qq")  # sequence, step
@@ -76,6 +78,7 @@ class Member:
         self.pair = Pair(device, memory, RECEIVES)
         self.psn = random.getrandbits(24)
         self.received: list[int] = []  # immediates of writes, in order
+        self.writes = self.arrived = 0
         self.completed = 0
         self.posted = 0
 
@@ -155,7 +158,9 @@ class Member:
 
     def write(self, offset: int, length: int, address: int, key: int, immediate: int) -> None:
         """`length` bytes of our memory at `offset` go to `address` of the other side."""
-        self.pair.write(offset, length, address, key, immediate)
+        number = self.writes % 256
+        self.pair.write(offset, length, address, key, number << IMMEDIATE_BITS | immediate)
+        self.writes += 1
         self.posted += 1
 
     def read(self, offset: int, length: int, address: int, key: int) -> bytes:
@@ -173,7 +178,9 @@ class Member:
             )
             for what, immediate in self.pair.poll():
                 if what == "arrived":
-                    self.received.append(immediate)
+                    assert immediate >> IMMEDIATE_BITS == self.arrived % 256, hex(immediate)
+                    self.arrived += 1
+                    self.received.append(immediate % (1 << IMMEDIATE_BITS))
                 elif what == "completed":
                     self.completed += 1
                 # else: an empty SEND, which brings the sender's receives
@@ -234,7 +241,7 @@ def read_parameters(args: argparse.Namespace) -> None:
             pair.put(0, header)
             member.write(0, HEADER.size, address, key, 0)
             found = sorted(member.next_immediate() for _ in range(2))
-            assert found == [RESULT << 24 | 77, CREDIT << 24 | 0], found
+            assert found == [RESULT << TAG_BITS | 77, CREDIT << TAG_BITS | 0], found
             there, size, seal, remote_key, *_ = LOCATION.unpack(pair.get(answers, LOCATION.size))
             assert size == length, (size, length)
             before = SEAL.unpack(member.read(copy, SEAL.size, seal, remote_key))
@@ -265,9 +272,11 @@ def be_read(args: argparse.Namespace) -> None:
             begin, length = pieces(args)[fields[4]]
             place = pair.address + data + begin
             pair.put(answers, LOCATION.pack(place, length, pair.address + seal, pair.key, 0, 0, 0))
-            member.write(answers, LOCATION.size, fields[9], fields[10], RESULT << 24 | fields[5])
+            member.write(
+                answers, LOCATION.size, fields[9], fields[10], RESULT << TAG_BITS | fields[5]
+            )
             member.wait(lambda: member.completed == member.posted)
-            member.write(0, 0, 0, 0, CREDIT << 24 | slot)
+            member.write(0, 0, 0, 0, CREDIT << TAG_BITS | slot)
         member.wait(lambda: member.completed == member.posted)
         while member.connection.recv(4096):  # until the reader is done
             pass
@@ -293,9 +302,11 @@ def work(args: argparse.Namespace) -> None:
                 pair.put(0, header + mine[begin : begin + length])
                 member.write(0, HEADER.size + length, address, key, 0)
                 answers = [member.next_immediate()]
-                if answers != [RESULT_AND_CREDIT << 24 | 77]:  # the other worker was the later one
+                if answers != [
+                    RESULT_AND_CREDIT << TAG_BITS | 77
+                ]:  # the other worker was the later one
                     answers = sorted([*answers, member.next_immediate()])
-                    assert answers == [RESULT << 24 | 77, CREDIT << 24 | 0], answers
+                    assert answers == [RESULT << TAG_BITS | 77, CREDIT << TAG_BITS | 0], answers
                 got = pair.get(results, length)
                 assert got == means[begin : begin + length], f"step {step}: another mean came back"
         print("verified", flush=True)
@@ -319,10 +330,12 @@ def serve(args: argparse.Namespace) -> None:
             right = floats(gradient(args.elements, 0, step))[begin : begin + length]
             assert payload == right, f"step {step}: other bytes landed than were pushed"
             address, key = fields[9:11]
-            member.write(slot * stride + HEADER.size, length, address, key, RESULT << 24 | tag)
+            member.write(
+                slot * stride + HEADER.size, length, address, key, RESULT << TAG_BITS | tag
+            )
             # The slot may be written again once the answer has left it.
             member.wait(lambda: member.completed == member.posted)
-            member.write(0, 0, 0, 0, CREDIT << 24 | slot)
+            member.write(0, 0, 0, 0, CREDIT << TAG_BITS | slot)
         member.wait(lambda: member.completed == member.posted)
         print("verified", flush=True)
 
