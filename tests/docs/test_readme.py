@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrdma.cli import trace
 from jaxrdma.cli.coordinator import add_arguments
 from jaxrdma.cluster import _PARSERS, ClusterSpec, VerbsSettings
 from jaxrdma.devices import kernel_devices
@@ -64,8 +65,8 @@ def test_the_ten_lines_train(script: Path, no_leftovers: None) -> None:
     check_training(launch, script, 20)
 
 
-def check_training(launch: str, script: Path, until: int) -> str:
-    """Runs the command; both workers must have trained to this step. Returns what it said beside their output."""
+def run_launch(launch: str, script: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs the command where the script lies; it must end well."""
     result = subprocess.run(
         [sys.executable, "-m", *shlex.split(launch)],
         cwd=script.parent,
@@ -74,6 +75,12 @@ def check_training(launch: str, script: Path, until: int) -> str:
         timeout=100,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def check_training(launch: str, script: Path, until: int) -> str:
+    """Runs the command; both workers must have trained to this step. Returns what it said beside their output."""
+    result = run_launch(launch, script)
     trained = re.findall(rf"trained to (\S+) {until}", result.stdout)
     assert len(trained) == 2, result.stdout
     assert all(float(loss) < 1.0 for loss in trained)
@@ -83,10 +90,44 @@ def check_training(launch: str, script: Path, until: int) -> str:
 def test_the_commands_with_checkpoints_go_on_where_they_were(
     script: Path, no_leftovers: None
 ) -> None:
-    first, again = [command for command in commands() if "--checkpoint" in command]
+    launches = [command for command in commands() if "--checkpoint" in command]
+    first, again = [launch for launch in launches if "--restarts" not in launch]
     assert "step 20 is saved, the last of this job" in check_training(first, script, 20)
     assert "goes on from the checkpoint of step 20" in check_training(again, script, 40)
     assert len(list((script.parent / "runs" / "one" / "model-0").iterdir())) == 2
+
+
+def test_the_command_with_restarts_survives_the_loss_of_a_worker(
+    script: Path, no_leftovers: None
+) -> None:
+    (launch,) = [command for command in commands() if "--restarts" in command]
+    lost = "[os.environ[f'JAXRDMA_{name}'] for name in ('ATTEMPT', 'INDEX')] == ['0', '1']"
+    text = f"import os\nif {lost}:\n    os.kill(os.getpid(), 9)\n{script.read_text()}"
+    script.write_text(text)
+    said = check_training(launch, script, 20)
+    assert "worker 1 failed first: killed by SIGKILL; starting again: attempt 2 of 4" in said
+
+
+def test_the_command_with_worker_restarts_brings_a_lost_worker_back(
+    script: Path, no_leftovers: None
+) -> None:
+    (launch,) = [command for command in commands() if "--worker-restarts" in command]
+    (waiting,) = [block for block in blocks("python") if 'on_loss="wait"' in block]
+    begin = "    state = session.init(params, update=optax.adam(1e-3))    # the same state on every worker\n"
+    text = script.read_text()
+    assert begin in text
+    text = text.replace(
+        begin, textwrap.indent(waiting, "    ") + "    first = int(state.step) == 0\n"
+    )
+    step = "        state, loss = train_step(state, batch)\n"
+    assert step in text
+    die = "        if session.index == 1 and first and state.step == 5:\n            os.kill(os.getpid(), 9)\n"
+    script.write_text("import os\n" + text.replace(step, die + step))
+    result = run_launch(launch, script)
+    assert "worker 1 killed by SIGKILL; starting it again, 1 of 5" in result.stderr
+    assert "worker 1: takes part in model 0 from step 5 on" in result.stderr
+    # Each ran through all of its data.
+    assert sorted(re.findall(r"trained to \S+ (\d+)", result.stdout)) == ["20", "25"]
 
 
 def test_the_commands_for_two_machines_make_a_job(
@@ -141,6 +182,36 @@ def test_reading_is_of_one_version_or_refused_as_it_says(
     make_job(1, 2).start(script).succeed()
 
 
+def test_a_follower_takes_versions_until_the_job_ends(
+    tmp_path: Path, make_job: Callable[..., Job]
+) -> None:
+    loop, once = [block for block in blocks("python") if "follow" in block]
+    script = tmp_path / "follower.py"
+    script.write_text(
+        PREAMBLE
+        + "seen = []\ndef evaluate(params, step):\n    seen.append(step)\n"
+        + "with jaxrdma.follow() as follower:\n"
+        + textwrap.indent(once, "    ")
+        + loop
+        + "print('followed to', snapshot.step)\n"
+        + "assert seen == sorted(set(seen)) and len(seen) > 1, seen\n"
+    )
+    trained = tmp_path / "train.py"
+    trained.write_text(
+        PREAMBLE
+        + "import time\nbatches = my_batches\ndef my_batches(*which):\n"
+        + "    for batch in batches(*which):\n        time.sleep(0.1)\n        yield batch\n"
+        + blocks("python")[0]
+    )
+    job = make_job(1, 1)
+    job.start_coordinator()
+    job.start_follower(script)
+    job.start_server(0)
+    job.start_worker(0, trained)
+    job.succeed()
+    assert "followed to" in job.output("follower")
+
+
 def test_the_commands_by_hand_make_a_job(script: Path, make_job: Callable[..., Job]) -> None:
     by_hand = [command for command in commands() if not command.startswith("jaxrdma launch")]
     assert len(by_hand) == 3
@@ -192,6 +263,37 @@ def test_the_commands_about_this_machine_print_what_stands_there(name: str) -> N
         assert lines == expected
 
 
+@pytest.mark.timeout(60)
+def test_the_status_shown_looks_like_that_of_a_job(make_job: Callable[..., Job]) -> None:
+    (shown,) = [block for block in blocks("console") if block.startswith("$ jaxrdma status")]
+    command, *expected = shown.splitlines()
+    address = make_job(1, 2).start_coordinator()
+    words = shlex.split(command.removeprefix("$ jaxrdma ").replace("127.0.0.1:7000", address))
+    result = subprocess.run(
+        [sys.executable, "-m", "jaxrdma", *words],
+        env=os.environ | {"COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("job jaxrdma: starting for")
+    columns = [[cell.strip() for cell in table[2].split("┃")] for table in (lines, expected)]
+    assert columns[0] == columns[1]
+
+
+def test_the_trace_shown_has_the_columns_of_the_command() -> None:
+    (shown,) = [block for block in blocks("console") if block.startswith("$ jaxrdma trace")]
+    command, *expected = shown.splitlines()
+    parser = argparse.ArgumentParser()
+    trace.add_arguments(parser)
+    args = parser.parse_args(shlex.split(command)[3:])
+    assert (args.coordinator, args.steps) == ("127.0.0.1:7000", 4)
+    columns = [cell.strip() for cell in expected[1].strip("┃").split("┃")]
+    assert columns == [column.header for column in trace.render([]).columns]
+
+
 def test_the_table_of_settings_names_what_the_code_reads() -> None:
     table = README[README.index("## Settings") : README.index("## How fast")]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
@@ -215,4 +317,4 @@ def test_the_make_targets_exist() -> None:
 
 def test_the_links_lead_somewhere() -> None:
     for link in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / link).exists(), link
+        assert link.startswith("https://") or (ROOT / link).exists(), link
