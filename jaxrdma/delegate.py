@@ -38,6 +38,9 @@ class _Delegate:
         self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._outcome: int | None = None
         self._joined = False
+        self._notice = (
+            False  # the launcher waits to hear that the coordinator knows of its interrupt
+        )
         self._received = b""
         self._client = ControlClient(
             spec,
@@ -50,6 +53,13 @@ class _Delegate:
 
     def run(self) -> int:
         """The exit code: 0 if the job ended well, 1 if it failed, 128+n on signal n."""
+        outcome = self._attend()
+        if self._notice:
+            # Closing has waited for the coordinator to have read everything.
+            self._report({"noticed": True})
+        return outcome
+
+    def _attend(self) -> int:
         with self._client:
             try:
                 self._client.reach()
@@ -101,7 +111,7 @@ class _Delegate:
             fact = json.loads(line)
             if "interrupted" in fact:
                 self._interrupted(signal.Signals[fact["interrupted"]])
-                self._report({"noticed": True})
+                self._notice = True
             elif "gives_up" in fact:
                 self._client.send(Failed(fact["kind"], fact["gives_up"]))
             else:

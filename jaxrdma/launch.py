@@ -31,8 +31,9 @@ from jaxrdma.signals import do_nothing, signal_main_thread, signal_together
 
 FAILURE_SECONDS = 5.0  # for the others to raise their own error, after the first failure
 ENDING_SECONDS = 10.0  # for servers and coordinator to end, after the last worker
-_NOTICE_SECONDS = 0.3  # for the delegate to say that this launcher was interrupted
-INTERRUPT_SECONDS = 1.5  # for the workers to heed a forwarded signal
+_NOTICE_SECONDS = 1.0  # for the coordinator to learn that this launcher was interrupted
+INTERRUPT_SECONDS = 1.5  # for the workers to heed a forwarded signal; with the time of the notice
+_HEED_SECONDS = 0.5  # of which they have at least so much
 KILL_SECONDS = 1.0  # between SIGTERM and SIGKILL
 _START_SECONDS = 30.0  # for the coordinator to report its port
 _DRAIN_SECONDS = 0.2  # for the last output of a process that has ended
@@ -356,6 +357,7 @@ class _Attempt:
         self._losses: set[str] = set()  # that were told
         self._begun_again: Counter[str] = Counter()  # by worker
         self.interrupt: int | None = None
+        self._interrupted_at = 0.0
         self._passed_on = False  # the interrupt, to the workers
         self._ending = False
         self._ending_seconds = ENDING_SECONDS
@@ -541,6 +543,7 @@ class _Attempt:
             self._selector.unregister(fd)
             self._pipes.remove(fd)
             os.close(fd)
+            self._pass_interrupt_on()  # if there is one: no delegate is left that could take notice
             return
         *lines, self._report = (self._report + data).split(b"\n")
         for line in lines:
@@ -674,10 +677,14 @@ class _Attempt:
         fact = {"role": child.role, "index": index, "pid": child.process.pid}
         self._tell(fact | {"how": child.end, "well": child.code == 0})
 
-    def _tell(self, fact: dict[str, Any]) -> None:
+    def _tell(self, fact: dict[str, Any]) -> bool:
+        """Whether the delegate takes it: else it has ended itself, and the coordinator knows."""
         assert self._ends is not None
-        with contextlib.suppress(OSError):  # it has ended itself, and the coordinator knows
+        try:
             os.write(self._ends, json.dumps(fact).encode() + b"\n")
+        except OSError:
+            return False
+        return True
 
     def _end_is_late(self) -> None:
         late = [c for c in self._children if c.code is None]
@@ -701,12 +708,12 @@ class _Attempt:
                 self._kill()
                 continue
             self.interrupt = number
-            if self._ends is None:
-                self._pass_interrupt_on()
-                continue
+            self._interrupted_at = time.monotonic()
             # First of all the others: for them it must not look like the death of a worker, from which jobs recover.
-            self._tell({"interrupted": _signal_name(number)})
-            self._after(_NOTICE_SECONDS, self._pass_interrupt_on)
+            if self._ends is not None and self._tell({"interrupted": _signal_name(number)}):
+                self._after(_NOTICE_SECONDS, self._pass_interrupt_on)
+            else:
+                self._pass_interrupt_on()
 
     def _pass_interrupt_on(self) -> None:
         if self._passed_on or self.interrupt is None:
@@ -715,7 +722,8 @@ class _Attempt:
         workers = [c for c in self._children if c.role == "worker" and c.code is None]
         pids = [c.process.pid for c in workers]
         signal_together([partial(signal_main_thread, pid) for pid in pids], self.interrupt)
-        self._after(INTERRUPT_SECONDS if workers else 0, self._stop)
+        left = self._interrupted_at + INTERRUPT_SECONDS - time.monotonic()
+        self._after(max(_HEED_SECONDS, left) if workers else 0, self._stop)
 
     def _stop_for_failure(self) -> None:
         first = self._first

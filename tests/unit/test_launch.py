@@ -400,6 +400,25 @@ def test_ctrl_c_at_one_launcher_ends_both(launch_both):
 
 
 @cluster_test
+def test_ctrl_c_waits_for_a_slow_machine_to_say_what_it_is(launch_both):
+    """Else the end of its workers would be taken for their death, from which a job recovers."""
+    first, second = launch_both("waits")
+    first.until("joined")
+    second.until("joined")
+    delegate = next(
+        p
+        for p in psutil.Process(second.process.pid).children()
+        if "jaxrdma.delegate" in p.cmdline()
+    )
+    delegate.suspend()
+    second.process.send_signal(signal.SIGINT)
+    time.sleep(0.6)  # how slow it is
+    delegate.resume()
+    assert second.end(5)[0] == 130
+    assert re.search(r"the job failed: launcher \(.*was: ended by SIGINT", first.end()[2])
+
+
+@cluster_test
 def test_a_launcher_whose_secret_is_wrong_ends_and_the_job_goes_on_waiting(launch, scripts):
     arguments = ("--coordinator", free_address(), *two(scripts, "good"))
     first = launch("--here", "coordinator,server:0,worker:0", *arguments, secret="right")
