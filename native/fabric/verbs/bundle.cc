@@ -167,13 +167,19 @@ void Bundle::on_ended(VerbsEndpoint& link, const Status& why) {
   if (!ending_) {
     ending_ = true;
     reason_ = why;
-    if (link.dead() && link.connected()) {
+    hearsay_ = link.dead() && link.connected();
+    if (hearsay_) {
       // The peer ended it, and so ends the others, once what it wrote before has arrived. If it saw
       // all links open, this side is yet to see that.
       set_deadline(tcp::monotonic_ns() + fabric_.options().close_timeout_ms * kMillisecond);
     } else {
       fail_links();
     }
+  } else if (hearsay_ && !link.dead()) {
+    // Its own completions say why, such as a refused write, after which the peer has closed all
+    // links; the word of another link was only heard earlier.
+    hearsay_ = false;
+    reason_ = why;
   }
   finish_maybe();
 }

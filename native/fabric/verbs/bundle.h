@@ -88,6 +88,7 @@ class Bundle final : public Endpoint {
   bool ending_ = false;  ///< `reason_` says why
   bool over_ = false;
   Status reason_;
+  bool hearsay_ = false;  ///< `reason_` is what the peer says; a link of this side may know better
   std::shared_ptr<const Hello> reply_;  ///< what kConnected of the first link brought
   std::vector<Event> early_;            ///< what happened before kConnected
   std::deque<uint8_t> arrived_;         ///< by which links writes came that are not released
