@@ -7,31 +7,23 @@
 
 #include "engine/server.h"
 #include "engine/wire.h"
+#include "flow.h"
 #include "input.h"
 #include "raw.h"
 
 using namespace jaxrdma;
+using fuzz::flow;
 using fuzz::Input;
+using fuzz::kElements;
 using fuzz::require;
 namespace tcp = jaxrdma::fabric::tcp;
 
 namespace {
 
 constexpr uint64_t kIncarnation = 77;
-constexpr uint64_t kElements = 8;
 constexpr uint16_t kAverage = 0, kUpdate = 1, kHeld = 2, kShow = 3;
 
 const std::vector<std::byte> kToken(fabric::Hello::kTokenBytes, std::byte{1});
-
-FlowSpec flow(uint16_t id, FlowMode mode, DType dtype, uint32_t held = 0) {
-  FlowSpec spec;
-  spec.id = id;
-  spec.mode = mode;
-  spec.held = held;
-  spec.leaves = {{dtype, 2 * kElements}};
-  spec.partitions = {{0, 0, 0, kElements}, {0, 0, kElements, kElements}};
-  return spec;
-}
 
 std::shared_ptr<ServerEngine> make_server(uint32_t workers, bool ordered, uint32_t threads) {
   ServerOptions options;

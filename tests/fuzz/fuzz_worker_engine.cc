@@ -9,27 +9,20 @@
 
 #include "engine/wire.h"
 #include "engine/worker.h"
+#include "flow.h"
 #include "input.h"
 #include "raw.h"
 
 using namespace jaxrdma;
+using fuzz::flow;
 using fuzz::Input;
+using fuzz::kElements;
 using fuzz::require;
 namespace tcp = jaxrdma::fabric::tcp;
 
 namespace {
 
-constexpr uint64_t kElements = 8;
 constexpr int kAnswerMs = 3;  // for a request that may never come
-
-FlowSpec flow(uint16_t id, uint32_t held) {
-  FlowSpec spec;
-  spec.id = id;
-  spec.held = held;
-  spec.leaves = {{DType::kFloat32, 2 * kElements}};
-  spec.partitions = {{0, 0, 0, kElements}, {0, 0, kElements, kElements}};
-  return spec;
-}
 
 /// The server. Runs on a thread of its own, since `connect` waits for it.
 void serve(fuzz::Listener& listener, Input input) {
@@ -109,7 +102,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   int begun = 0;
   const std::vector<std::byte> token(fabric::Hello::kTokenBytes, std::byte{1});
   if (worker->connect({{listener.address(), token}}, 5000).ok()) {
-    (void)worker->add_flow(flow(0, (bits & 2) != 0 ? 2 : 0));
+    (void)worker->add_flow(flow(0, FlowMode::kUpdate, DType::kFloat32, (bits & 2) != 0 ? 2 : 0));
     const auto start = [&](OperationKind what) {
       Operation operation;
       operation.kind = what;
@@ -119,7 +112,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
       LeafBuffers leaf;
       leaf.source = reinterpret_cast<const std::byte*>(source[1].data());
       leaf.target = reinterpret_cast<std::byte*>(target[1].data());
-      operation.leaves = {leaf};
+      operation.leaves.push_back(leaf);
       operation.done = [&ended](const Status&) { ++ended; };
       ++begun;
       worker->start(std::move(operation));
