@@ -457,13 +457,35 @@ TRANSPORT_TEST("a region may outlive its fabric") {
   region.reset();
 }
 
-TRANSPORT_TEST("a peer that does not listen yet is waited for") {
-  // A port that is free now, found by listening and stopping.
-  std::string address;
-  {
-    Side scout(transport);
-    address = scout.fabric->listen(transport.listen, strict).value();
+namespace {
+
+/// A port that refuses, and that no other process is given meanwhile: bound, and not listened at.
+struct Closed {
+  explicit Closed(const std::string& listen) {
+    const std::string host = listen.substr(0, listen.rfind(':'));
+    sockaddr_in name{};
+    name.sin_family = AF_INET;
+    REQUIRE(inet_pton(AF_INET, host.c_str(), &name.sin_addr) == 1);
+    const int yes = 1;  // so that a fabric can still listen there
+    REQUIRE(setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes)) == 0);
+    REQUIRE(bind(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name)) == 0);
+    socklen_t length = sizeof(name);
+    REQUIRE(getsockname(fd, reinterpret_cast<sockaddr*>(&name), &length) == 0);
+    address = host + ":" + std::to_string(ntohs(name.sin_port));
   }
+  Closed(const Closed&) = delete;
+  Closed& operator=(const Closed&) = delete;
+  ~Closed() { close(fd); }
+
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  std::string address;
+};
+
+}  // namespace
+
+TRANSPORT_TEST("a peer that does not listen yet is waited for") {
+  const Closed closed(transport.listen);
+  const std::string& address = closed.address;
   Side a(transport), b(transport);
   a.id = a.fabric->connect(address, hello_of(0), 20'000).value();
   const auto until = Clock::now() + std::chrono::milliseconds(60);
@@ -475,11 +497,8 @@ TRANSPORT_TEST("a peer that does not listen yet is waited for") {
 }
 
 TRANSPORT_TEST("a peer that never listens is given up in time, with the reason") {
-  std::string address;
-  {
-    Side scout(transport);
-    address = scout.fabric->listen(transport.listen, strict).value();
-  }
+  const Closed closed(transport.listen);
+  const std::string& address = closed.address;
   Side a(transport);
   const auto began = Clock::now();
   REQUIRE(a.fabric->connect(address, hello_of(0), 100).ok());
