@@ -780,8 +780,8 @@ def _no_details() -> tuple[Wait | None, str]:
     return None, ""
 
 
-def _no_traffic() -> tuple[int, int]:
-    return 0, 0
+def _no_traffic() -> tuple[int, int, int]:
+    return 0, 0, 0
 
 
 def _tcp_alone() -> Offer:
@@ -820,8 +820,8 @@ class ControlClient:
       route to it. What it raises, `join` raises.
     - `progress`: the last step done (-1: none) and a word on what this process does, for the heartbeats.
     - `details`: what it waits for, and where in its program it is; asked for when there is no progress.
-    - `traffic`: bytes of gradients and parameters that it has sent and received.
-    - `refused`: how many connections to its data port it has turned away.
+    - `traffic`: bytes of gradients and parameters that it has sent and received, and how many connections to its data
+      port it has turned away.
     - `trouble`: which of its other connections do not work, for who reads that the coordinator is lost: it may be the
       same cable.
 
@@ -838,8 +838,7 @@ class ControlClient:
         say: Callable[[str], None] = say_on_stderr,
         progress: Callable[[], tuple[int, str]] = _no_progress,
         details: Callable[[], tuple[Wait | None, str]] = _no_details,
-        traffic: Callable[[], tuple[int, int]] = _no_traffic,
-        refused: Callable[[], int] = int,
+        traffic: Callable[[], tuple[int, int, int]] = _no_traffic,
         trouble: Callable[[], str] = str,
         offer: Callable[[], Offer] = _tcp_alone,
     ) -> None:
@@ -850,7 +849,6 @@ class ControlClient:
         self._progress = progress
         self._details = details
         self._traffic = traffic
-        self._refused = refused
         self._trouble = trouble
         self._hello = Hello(
             role=role,
@@ -1205,7 +1203,7 @@ class ControlClient:
             spoke, told = now, progress
             pause = heartbeat_pause(timeout, busy=news)
             details = _no_details() if news else self._details()
-            heartbeat = Heartbeat(*progress, *details, *self._traffic(), refused=self._refused())
+            heartbeat = Heartbeat(*progress, *details, *self._traffic())
             with self._condition:
                 self._asked.append(time.time_ns())
             self.send(heartbeat)

@@ -131,7 +131,6 @@ class _Server:
             progress=lambda: (self._step, self._doing),
             details=self._details,
             traffic=self._traffic,
-            refused=lambda: 0 if self._made is None else self._made.stats().refused,
             offer=lambda: transport.offer(spec, transport.place(spec, listen)),
         )
         self._dumper = Dumper(
@@ -230,13 +229,14 @@ class _Server:
             )
         return None, ""
 
-    def _traffic(self) -> tuple[int, int]:
+    def _traffic(self) -> tuple[int, int, int]:
+        """For a heartbeat, which is also when the histograms take in what has been recorded since the last."""
         if self._made is None:
-            return 0, 0
+            return 0, 0, 0
         if self._metrics is not None:
             self._metrics.read(self._made)
         stats = self._made.stats()
-        return stats.bytes_pulled + stats.bytes_followed, stats.bytes_pushed
+        return stats.bytes_pulled + stats.bytes_followed, stats.bytes_pushed, stats.refused
 
     # --- one turn of the loop: whatever happened first ---
 

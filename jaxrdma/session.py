@@ -549,12 +549,13 @@ class Session:
         stats = self._engine.stats()
         return stats.last_step, control.IN_STEP if self._engine.in_flight() else "computing"
 
-    def _traffic(self) -> tuple[int, int]:
+    def _traffic(self) -> tuple[int, int, int]:
+        """For a heartbeat, which is also when `jax.monitoring` hears of the steps since the last."""
         if self._made is None:
-            return 0, 0
+            return 0, 0, 0
         self._monitor_of_jax.look(self._made)
         stats = self._made.stats()
-        return stats.bytes_pushed, stats.bytes_pulled
+        return stats.bytes_pushed, stats.bytes_pulled, 0
 
     def _details(self) -> tuple[Wait | None, str]:
         for each in self._made.pending(1) if self._made is not None else ():

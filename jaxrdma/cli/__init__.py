@@ -102,3 +102,23 @@ def read_secret(path: str | None) -> str | None:
     if not secret:
         raise ConfigError(f"secret file {path} is empty")
     return secret
+
+
+def job_asked(args: argparse.Namespace, which: str) -> tuple[str, str, str]:
+    """The coordinator's address, the secret and the name of the job that a command is to ask, by option or environment.
+
+    **Raises:** `ConfigError`, with `which` to do, if no coordinator is named; as `read_secret`.
+    """
+    from jaxrdma.cluster import jaxrdma_settings, parse_address
+
+    given = {
+        "coordinator": args.coordinator,
+        "job": args.job,
+        "secret": read_secret(args.secret_file),
+    }
+    values = jaxrdma_settings(os.environ) | {k: v for k, v in given.items() if v is not None}
+    coordinator = values.get("coordinator")
+    if not coordinator:
+        raise ConfigError(f"which job? Give {which}, or JAXRDMA_COORDINATOR.")
+    parse_address(coordinator, "coordinator")
+    return coordinator, values.get("secret", ""), values.get("job", "jaxrdma")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,7 @@ from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from jaxrdma.cli import make_console, read_secret
-from jaxrdma.cluster import jaxrdma_settings, parse_address
+from jaxrdma.cli import job_asked, make_console
 from jaxrdma.control import JobStatus, ProcessStatus, observe
 from jaxrdma.errors import ConfigError, ConnectError
 
@@ -64,25 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, show, and perhaps again."""
-    given = {
-        "coordinator": args.coordinator,
-        "job": args.job,
-        "secret": read_secret(args.secret_file),
-    }
-    values = jaxrdma_settings(os.environ) | {k: v for k, v in given.items() if v is not None}
-    if not values.get("coordinator"):
-        raise ConfigError("which job? Give --coordinator, or JAXRDMA_COORDINATOR.")
-    parse_address(values["coordinator"], "coordinator")
+    job = job_asked(args, "--coordinator")
     if args.watch is not None and not 0 < args.watch < float("inf"):
         raise ConfigError(f"--watch {args.watch:g}: expected a number of seconds above 0")
 
     def ask() -> JobStatus:
-        return observe(
-            values["coordinator"],
-            values.get("secret", ""),
-            values.get("job", "jaxrdma"),
-            _TIMEOUT_SECONDS,
-        )
+        return observe(*job, _TIMEOUT_SECONDS)
 
     status = ask()
     if args.watch is not None:

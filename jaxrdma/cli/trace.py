@@ -2,14 +2,12 @@
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrdma.cli import make_console, read_secret
-from jaxrdma.cluster import jaxrdma_settings, parse_address
+from jaxrdma.cli import job_asked, make_console
 from jaxrdma.control import collect_traces
 from jaxrdma.critical import Step, critical_paths
 from jaxrdma.dump import Dump, latest, newest, read_folder
@@ -102,24 +100,8 @@ def _collect(args: argparse.Namespace) -> tuple[list[Dump], list[str]]:
             for dump in read_folder(Path(args.folder))
         ]
         return dumps, []
-    given = {
-        "coordinator": args.coordinator,
-        "job": args.job,
-        "secret": read_secret(args.secret_file),
-    }
-    values = jaxrdma_settings(os.environ) | {k: v for k, v in given.items() if v is not None}
-    if not values.get("coordinator"):
-        raise ConfigError(
-            "which job? Give a folder with its files, or --coordinator, or JAXRDMA_COORDINATOR."
-        )
-    parse_address(values["coordinator"], "coordinator")
-    dumps, missing = collect_traces(
-        values["coordinator"],
-        values.get("secret", ""),
-        values.get("job", "jaxrdma"),
-        _TIMEOUT_SECONDS,
-        args.steps + 1,
-    )
+    job = job_asked(args, "a folder with its files, or --coordinator")
+    dumps, missing = collect_traces(*job, _TIMEOUT_SECONDS, args.steps + 1)
     return latest(dumps), missing
 
 
