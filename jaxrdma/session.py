@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxrdma import _native, control, step, trace, transport
@@ -207,6 +208,7 @@ class Session:
         update: "optax.GradientTransformation",
         policy: Policy | None = None,
         ema: float | None = None,
+        mesh: Mesh | None = None,
     ) -> PSState:
         """Agree with the other workers on a model, and start it from the chief's parameters.
 
@@ -220,19 +222,22 @@ class Session:
           worker.
         - `ema`: a decay, e.g. 0.999: the servers also keep an exponential moving average of the parameters, which
           followers pull, for evaluation. It begins as the parameters do; 16-bit parameters have it in float32.
+        - `mesh`: devices of this process that train together and are one worker, e.g. `jax.make_mesh((8,), ("data",))`.
+          All have the whole state; with batches sharded over the mesh, `jit` gives the mean gradient of all of them.
 
         **Returns:** the state, the same on every worker: the chief's parameters at step 0; in a job that was started
         again and has checkpoints, those of the last one at its step; on a worker that was started in the place of a
         lost one, those that the servers have now, at their step.
 
         **Raises:** `PlanError` for a leaf that cannot be trained; `UpdateError` for an update that the servers cannot
-        run; `ConfigError` for an `ema` that is no decay; `MismatchError`, on every process, if the workers' models
-        differ, or the checkpoint is of another model, and only here if this worker takes the place of a lost one with
-        another model; `PeerFailedError`.
+        run; `ConfigError` for an `ema` that is no decay or a `mesh` of other processes' devices; `MismatchError`, on
+        every process, if the workers' models differ, or the checkpoint is of another model, and only here if this
+        worker takes the place of a lost one with another model; `PeerFailedError`.
         """
         from jaxrdma.update import analyse, export_update
 
         self._check_open("init")
+        _check_mesh(mesh)
         policy = policy if policy is not None else SyncReplicas()
         leaves, treedef, arrays = describe_leaves(params)
         analysis = analyse(update, treedef, leaves, ema)
@@ -251,6 +256,7 @@ class Session:
             analysis.fingerprint,
             programs,
             analysis.averaged,
+            mesh,
         )
         flow, restored = start.flow, start.restored
         if start.joined is not None:
@@ -415,6 +421,7 @@ class Session:
         fingerprint: str,
         programs: list[bytes],
         averaged: bool = False,
+        mesh: Mesh | None = None,
     ) -> FlowStart:
         """Compare the model with the other workers', and make it known to the engine."""
         flow = len(self._models)
@@ -445,8 +452,8 @@ class Session:
             for line in plan.text(flow):
                 control.say_on_stderr(line)
         if mode != "ema":  # no step is made with them
-            calls = step.make_calls(self.id, flow, leaves, average=mode == "average")
-            self._flows[flow] = step.FlowCalls(tuple(leaves), treedef, calls)
+            calls = step.make_calls(self.id, flow, leaves, average=mode == "average", mesh=mesh)
+            self._flows[flow] = step.FlowCalls(tuple(leaves), treedef, calls, mesh)
         return start
 
     def _receive(
@@ -493,9 +500,15 @@ class Session:
         step: jax.Array,
         dropped: jax.Array,
     ) -> PSState:
-        """A state of `values`, each placed as the one of `likes` is."""
-        placed = [place_like(value, like) for value, like in zip(values, likes, strict=True)]
-        return PSState(self._flows[flow].unflatten(placed), step, dropped, self.id, flow)
+        """A state of `values`, each placed as the one of `likes` is, or all on every device of the model's mesh."""
+        model = self._flows[flow]
+        placed: Sequence[Any] = values
+        if model.mesh is None:
+            placed = [place_like(value, like) for value, like in zip(values, likes, strict=True)]
+        state = PSState(model.unflatten(placed), step, dropped, self.id, flow)
+        if model.mesh is None:
+            return state
+        return jax.device_put(state, NamedSharding(model.mesh, PartitionSpec()))
 
     # --- reading ---
 
@@ -669,6 +682,22 @@ class Session:
             control.say_on_stderr(
                 f"worker {self.index}: a step that nobody waited for failed: {why}"
             )
+
+
+def _check_mesh(mesh: Mesh | None) -> None:
+    """Refuse devices that are not this process's.
+
+    **Raises:** `ConfigError`.
+    """
+    if mesh is None:
+        return
+    here = jax.process_index()
+    others = [device for device in mesh.devices.flat if device.process_index != here]
+    if others:
+        raise ConfigError(
+            f"mesh: {len(others)} of its {mesh.size} devices, such as {others[0]}, are of another process of "
+            "jax.distributed. Give a mesh of jax.local_devices(): between processes the servers form the mean"
+        )
 
 
 def _failed_message(error: BaseException) -> control.Failed:

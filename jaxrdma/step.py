@@ -7,12 +7,13 @@ small numbers of its session and flow, never a pointer.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxrdma import _native
 from jaxrdma.control import LeafSpec
@@ -94,8 +95,13 @@ class Calls(NamedTuple):
 def ps_step(state: PSState, grads: Any) -> PSState:
     """Push gradients, wait for the update on the servers, pull the new parameters.
 
-    Call it once per step on every worker, eagerly or inside `jit`, `lax.scan`, `lax.while_loop`, `shard_map`. Donate
-    `state` to the jitted function: the parameters are then replaced in place; without donation they are copied once.
+    Call it once per step on every worker, eagerly or inside `jit`, `lax.scan`, `lax.while_loop`. Donate `state` to the
+    jitted function: the parameters are then replaced in place; without donation they are copied once.
+
+    Several devices of this process are one worker: give their mesh to `Session.init`, or call this inside `shard_map`
+    with a replicated state (`in_specs=P()`) and gradients that are alike on all devices, by `lax.pmean`. They go to the
+    servers once. Devices that are the CPU's, a simulation, need `jax.block_until_ready` on each step's state: XLA locks
+    them up where many steps are begun ahead, also without jaxrdma.
 
     **Arguments:**
 
@@ -173,6 +179,7 @@ class FlowCalls:
     leaves: tuple[LeafSpec, ...]
     treedef: Any
     calls: Calls
+    mesh: Mesh | None = None  # the devices that all have the state
 
     def flatten(self, what: str, tree: Any, exact: bool = False) -> tuple[Any, ...]:
         """Leaves of `tree`, checked against the flow's. `exact`: the dtypes must be equal."""
@@ -197,8 +204,10 @@ class FlowCalls:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: bool) -> Calls:
-    """The three calls of a flow.
+def make_calls(
+    session: int, flow: int, leaves: Sequence[LeafSpec], *, average: bool, mesh: Mesh | None = None
+) -> Calls:
+    """The three calls of a flow, which all devices of `mesh` make, if there is one.
 
     In place where XLA can: parameters (update) or gradients (average) are aliased with the results.
     """
@@ -223,13 +232,14 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
             kind=np.int64(kind.value),
             first_source=np.int64(first_source),
             leaves=np.int64(len(specs)),
+            devices=np.int64(_devices()),
         )
 
     def exchange(
         step: Any, params: tuple[Any, ...], grads: tuple[Any, ...]
     ) -> tuple[Any, Any, list[Any]]:
+        _check_alike("average_gradients" if average else "ps_step", (step, *params, *grads))
         operands = (step, *params, *grads)
-        # typeof, not the flow's own spec: inside shard_map a result must carry the operand's varying axes.
         like = grads if average else params
         results = [told_spec, *map(jax.typeof, like)]
         aliases = {i + 1: i + 1 for i, x in enumerate(like) if x.size}
@@ -237,6 +247,7 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
         return told[0], told[1], out
 
     def push_call(step: Any, grads: tuple[Any, ...]) -> Any:
+        _check_alike("push", (step, *grads))
         (ticket,) = call(_native.OperationKind.PUSH, 0, [step_spec], {}, (step, *grads))
         return ticket
 
@@ -245,10 +256,71 @@ def make_calls(session: int, flow: int, leaves: Sequence[LeafSpec], *, average: 
         return told[0], told[1], out
 
     return Calls(
-        _guard("ps_step" if not average else "average_gradients", exchange),
-        _guard("push", push_call),
-        _guard("pull", pull_call),
+        _guard("ps_step" if not average else "average_gradients", _over(mesh, exchange)),
+        _guard("push", _over(mesh, push_call)),
+        _guard("pull", _over(mesh, pull_call)),
     )
+
+
+def _over(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` on every device of `mesh`, unless it is called there already."""
+    if mesh is None:
+        return function
+    # What comes in is replicated, by in_specs; whether it was alike before is then the compiler's business.
+    everywhere = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+
+    def run(*args: Any) -> Any:
+        inside = jax.sharding.get_abstract_mesh().manual_axes
+        return (function if inside else everywhere)(*args)
+
+    return run
+
+
+def _devices() -> int:
+    """How many devices of this process run the program that is being traced, each of which makes the call.
+
+    **Raises:** `TypeError` where not all axes of the mesh are `shard_map`'s, or devices are another process's.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return 1
+    if rest := [name for name in mesh.axis_names if name not in mesh.manual_axes]:
+        raise TypeError(
+            f"a step with jaxrdma inside a shard_map that leaves the mesh axes {', '.join(map(repr, rest))} to the "
+            "compiler: name all axes in its axis_names, or call jaxrdma outside of it with session.init(mesh=...)"
+        )
+    if jax.process_count() > 1:
+        raise TypeError(
+            f"a step with jaxrdma on a mesh of {mesh.size} devices of several processes of jax.distributed: take a "
+            "mesh of jax.local_devices(); between processes the servers form the mean"
+        )
+    return mesh.size
+
+
+def _check_alike(name: str, operands: Sequence[Any]) -> None:
+    """Refuse what `shard_map` knows to differ between its devices: one of them speaks for all.
+
+    **Raises:** `TypeError`, naming the axes.
+    """
+    axes = {str(axis) for x in operands for axis in _varying(jax.typeof(x))}
+    if axes:
+        named = ", ".join(map(repr, sorted(axes)))
+        raise TypeError(
+            f"jaxrdma.{name} inside shard_map: gradients or parameters differ between the devices of axis {named}. "
+            f"Take the mean first, jax.lax.pmean(grads, {named}), and give the state in_specs=P()"
+        )
+
+
+def _varying(aval: Any) -> Iterable[Any]:
+    """The axes of `shard_map` along which a value is not known to be alike."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return kind.varying if kind is not None else getattr(aval, "vma", ())
 
 
 def _guard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

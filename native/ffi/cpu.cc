@@ -71,16 +71,17 @@ xf::Future failed(xf::Error error) {
 
 /// Operands: step, then whatever the results are aliased with, then from `first_source` on the
 /// gradients. Results: the step, or the step and how many gradients were dropped, then one per
-/// leaf, none for a push. Everything is copied out of
-/// the call frame before this returns: XLA recycles the frame while the operation is under way.
+/// leaf, none for a push. `devices`: how many devices of this process run this program. Everything
+/// is copied out of the call frame before this returns: XLA recycles the frame while the operation
+/// is under way.
 xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
                 xf::Result<xf::AnyBuffer> step_result, xf::RemainingRets results, int64_t session,
-                int64_t flow, int64_t kind, int64_t first_source, int64_t leaves) {
+                int64_t flow, int64_t kind, int64_t first_source, int64_t leaves, int64_t devices) {
   if (step.element_type() != xf::DataType::S32 || step.element_count() != 1) {
     return failed(xf::Error::InvalidArgument("jaxrdma: the step must be an int32 scalar"));
   }
-  const std::shared_ptr<WorkerEngine> engine = find_session(session);
-  if (engine == nullptr) {
+  const std::shared_ptr<Session> found = find_session(session);
+  if (found == nullptr) {
     return failed(
         xf::Error(xf::ErrorCode::kFailedPrecondition,
                   "jaxrdma: session " + std::to_string(session) +
@@ -93,7 +94,9 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
   int32_t step_value = 0;
   std::memcpy(&step_value, step.untyped_data(), sizeof(step_value));
 
-  Operation operation;
+  DeviceCall made;
+  Operation& operation = made.operation;
+  made.bytes.resize(static_cast<size_t>(leaves));
   operation.kind = static_cast<OperationKind>(kind);
   operation.flow = static_cast<uint16_t>(flow);
   operation.step = step_value;
@@ -117,6 +120,7 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
       auto result = results.get<xf::AnyBuffer>(i);
       if (!result) return failed(result.error());
       buffers.target = static_cast<std::byte*>((*result)->untyped_data());
+      made.bytes[i] = (*result)->size_bytes();
     }
   }
   auto* next_step = static_cast<std::byte*>(step_result->untyped_data());
@@ -136,7 +140,11 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
     std::memcpy(next_step, values, told * sizeof(values[0]));
     promise->SetAvailable();
   };
-  engine->start(std::move(operation));
+  if (devices <= 1) {
+    found->engine->start(std::move(operation));
+  } else {
+    found->gather.add(static_cast<uint32_t>(devices), std::move(made));
+  }
   return future;
 }
 
@@ -150,7 +158,8 @@ XLA_FFI_DEFINE_HANDLER(kCpuHandler, call,
                            .Attr<int64_t>("flow")
                            .Attr<int64_t>("kind")
                            .Attr<int64_t>("first_source")
-                           .Attr<int64_t>("leaves"));
+                           .Attr<int64_t>("leaves")
+                           .Attr<int64_t>("devices"));
 
 }  // namespace
 

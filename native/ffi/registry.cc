@@ -11,7 +11,7 @@ namespace {
 
 struct Registry {
   std::shared_mutex lock;
-  std::unordered_map<int64_t, std::shared_ptr<WorkerEngine>> engines;
+  std::unordered_map<int64_t, std::shared_ptr<Session>> sessions;
 };
 
 Registry& registry() {
@@ -22,24 +22,26 @@ Registry& registry() {
 }  // namespace
 
 void register_session(int64_t session, std::shared_ptr<WorkerEngine> engine) {
+  auto made = std::make_shared<Session>(std::move(engine));
   std::unique_lock guard(registry().lock);
-  registry().engines[session] = std::move(engine);
+  registry().sessions[session] = std::move(made);
 }
 
 void forget_session(int64_t session) {
-  std::shared_ptr<WorkerEngine> last;  // destroyed after the lock is given back
+  std::shared_ptr<Session> last;  // ended after the lock is given back
   std::unique_lock guard(registry().lock);
-  auto found = registry().engines.find(session);
-  if (found == registry().engines.end()) return;
+  auto found = registry().sessions.find(session);
+  if (found == registry().sessions.end()) return;
   last = std::move(found->second);
-  registry().engines.erase(found);
+  registry().sessions.erase(found);
   guard.unlock();
+  last->gather.close({Code::kCancelled, "the session was closed"});
 }
 
-std::shared_ptr<WorkerEngine> find_session(int64_t session) {
+std::shared_ptr<Session> find_session(int64_t session) {
   std::shared_lock guard(registry().lock);
-  auto found = registry().engines.find(session);
-  return found == registry().engines.end() ? nullptr : found->second;
+  auto found = registry().sessions.find(session);
+  return found == registry().sessions.end() ? nullptr : found->second;
 }
 
 }  // namespace jaxrdma::ffi

@@ -4,16 +4,28 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 
+#include "engine/gather.h"
 #include "engine/worker.h"
 
 namespace jaxrdma::ffi {
 
+struct Session {
+  explicit Session(std::shared_ptr<WorkerEngine> of)
+      : engine(std::move(of)),
+        gather([to = engine](Operation all) { to->start(std::move(all)); }) {}
+
+  const std::shared_ptr<WorkerEngine> engine;
+  Gather gather;  ///< of programs on several devices
+};
+
 /// Makes `engine` known as `session`. An engine that was known by that number before is forgotten.
 void register_session(int64_t session, std::shared_ptr<WorkerEngine> engine);
+/// What waits for the calls of other devices fails with kCancelled.
 void forget_session(int64_t session);
 /// nullptr if there is none.
-std::shared_ptr<WorkerEngine> find_session(int64_t session);
+std::shared_ptr<Session> find_session(int64_t session);
 
 /// XLA's handler for the CPU, as a pointer that Python puts into a capsule.
 void* cpu_handler();

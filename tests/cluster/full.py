@@ -8,6 +8,7 @@ Usage, from any folder:
                                          and of two launchers of one job, each part in turn
   python tests/cluster/full.py rejoin    kill -9 of the chief and of another worker, 20 times each: all wait for it
   python tests/cluster/full.py one-core  20 starts of 1000 steps on one core with one thread
+  python tests/cluster/full.py devices   20 starts of 1000 steps, 8 devices in each worker, on two cores and on one
   python tests/cluster/full.py idle      what a session that does nothing costs in 60 s: processor time of the busiest
   python tests/cluster/full.py stops     SIGSTOP of a worker for 60 s, then SIGCONT, under every policy
   python tests/cluster/full.py leaves    every kind of leaf, one of 512 MiB; needs 20 GiB of memory
@@ -44,6 +45,7 @@ from tests.cluster.test_restarts import (
     recover_at_random_step,
     recover_on_two_machines,
 )
+from tests.cluster.test_several_devices import train as train_a_mesh
 from tests.cluster.test_start import ORDERS, run_in_order
 from tests.conftest import MARK, describe, marked_processes
 
@@ -132,6 +134,13 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
     if what == "idle":
         return [Case("idle", "all wait for a worker that sleeps", rest)] * (times or 1)
 
+    if what == "devices":
+
+        def several(cores: int) -> Case:
+            return Case("devices", f"{cores} cores", lambda job: train_on_devices(job, cores))
+
+        return [several(1 + number % 2) for number in range(times or 20)]
+
     def one_core(number: int) -> Case:
         threads = ("1", "8")[number % 2]
         return Case(
@@ -183,6 +192,15 @@ def stop_and_wake(job: Job, policy: str) -> float:
     return seconds
 
 
+def train_on_devices(job: Job, cores: int) -> float:
+    """1000 steps of two workers of 8 devices each, on so many cores; the seconds that it took."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        some = sorted(os.sched_getaffinity(0))[:cores]
+        train_a_mesh(job, Path(folder) / "out", 1000, "mesh", some)
+    return time.monotonic() - begin
+
+
 def rest(job: Job) -> float:
     """Seconds of processor time, in 60 s, of the busiest session of a job in which nobody has anything to do."""
     job.start("steps.py", 8, "0:20:sleep", "1:20:sleep")
@@ -228,7 +246,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    doings = ["orders", "kills", "recover", "rejoin", "one-core", "idle", "leaves", "stops"]
+    doings = [
+        "orders",
+        "kills",
+        "recover",
+        "rejoin",
+        "one-core",
+        "devices",
+        "idle",
+        "leaves",
+        "stops",
+    ]
     parser.add_argument("what", choices=doings)
     parser.add_argument("--times", type=int)
     parser.add_argument("--delay", type=float, default=20.0)
@@ -238,7 +266,7 @@ def main() -> int:
     print(f"seed {args.seed}", flush=True)
     mark = os.environ[MARK] = uuid.uuid4().hex
     cases = cases_of(args.what, args.times, args.delay, random.Random(args.seed))
-    workers = {"one-core": (1, 2), "stops": (2, 3)}.get(args.what, (2, 2))
+    workers = {"one-core": (1, 2), "devices": (1, 2), "stops": (2, 3)}.get(args.what, (2, 2))
     at_once = args.jobs or (3 if args.what == "orders" else 1)
     with ThreadPoolExecutor(at_once) as pool:
         outcomes = list(pool.map(lambda pair: run(pair[1], pair[0], workers), enumerate(cases)))

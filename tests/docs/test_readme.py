@@ -87,6 +87,22 @@ def check_training(launch: str, script: Path, until: int) -> str:
     return result.stderr
 
 
+def test_several_devices_of_a_process_are_one_worker(script: Path, no_leftovers: None) -> None:
+    (launch, *_) = [command for command in commands() if command.startswith("jaxrdma launch")]
+    (mesh,) = [block for block in blocks("python") if "mesh=mesh" in block]
+    *init, split = textwrap.indent(mesh, "    ").splitlines(keepends=True)
+    text = script.read_text()
+    begin = "    state = session.init(params, update=optax.adam(1e-3))    # the same state on every worker\n"
+    step = "        state, loss = train_step(state, batch)\n"
+    assert begin in text
+    assert step in text
+    wait = "        jax.block_until_ready(state)\n"
+    text = text.replace(begin, "".join(init)).replace(step, f"    {split}{step}{wait}")
+    flag = "--xla_force_host_platform_device_count=4"
+    script.write_text(f"import os\nos.environ['XLA_FLAGS'] = '{flag}'\n{text}")
+    check_training(launch, script, 20)
+
+
 def test_the_commands_with_checkpoints_go_on_where_they_were(
     script: Path, no_leftovers: None
 ) -> None:
