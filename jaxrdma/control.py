@@ -1314,6 +1314,43 @@ def _asking(
             done.set()
 
 
+class _Loops:
+    """Event loops that are used again.
+
+    From one loop gRPC speaks to another, a little after its last call has ended: were that closed by then, what gRPC
+    has for the first would wait, and a traceback be printed.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+        atexit.register(self._close)
+        os.register_at_fork(after_in_child=self._forget)  # they have the parent's descriptors
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: list[asyncio.Runner] = []
+
+    @contextlib.contextmanager
+    def one(self) -> Generator[asyncio.Runner, None, None]:
+        """A loop that nobody else runs."""
+        with self._lock:
+            runner = self._spare.pop() if self._spare else asyncio.Runner()
+        try:
+            yield runner
+        finally:
+            with self._lock:
+                self._spare.append(runner)
+
+    def _close(self) -> None:
+        with self._lock:
+            for runner in self._spare:
+                runner.close()
+            self._spare.clear()
+
+
+_LOOPS = _Loops()
+
+
 class _Stream:
     """One attempt at the stream: a thread with an event loop of its own, which reads and writes.
 
@@ -1342,7 +1379,8 @@ class _Stream:
         def read() -> None:
             reason = ""
             try:
-                asyncio.run(self._attend(receive))
+                with _LOOPS.one() as loop:
+                    loop.run(self._attend(receive))
             except grpc.RpcError as error:
                 reason = str(cast(Any, error).details())
             except msgspec.MsgspecError as error:
@@ -1375,6 +1413,7 @@ class _Stream:
                 with self._lock:
                     self._loop = None
                 writing.cancel()
+                await asyncio.wait([writing])
 
     async def _write(self) -> None:
         # Reading tells why a stream ended.
