@@ -9,6 +9,8 @@ Usage, from any folder:
   python tests/cluster/full.py rejoin    kill -9 of the chief and of another worker, 20 times each: all wait for it
   python tests/cluster/full.py one-core  20 starts of 1000 steps on one core with one thread
   python tests/cluster/full.py devices   20 starts of 1000 steps, 8 devices in each worker, on two cores and on one
+  python tests/cluster/full.py soak      100,000 steps of three workers, of whom one is killed and replaced every minute
+  python tests/cluster/full.py many      500 followers and 500 workers that come and go; 8 to 64 workers of one server
   python tests/cluster/full.py idle      what a session that does nothing costs in 60 s: processor time of the busiest
   python tests/cluster/full.py stops     SIGSTOP of a worker for 60 s, then SIGCONT, under every policy
   python tests/cluster/full.py leaves    every kind of leaf, one of 512 MiB; needs 20 GiB of memory
@@ -37,6 +39,7 @@ from tests.cluster.blame import check_all_name, error_of
 from tests.cluster.job import Job
 from tests.cluster.test_kill import VICTIMS, kill_at_random_step
 from tests.cluster.test_leaves import train_every_leaf
+from tests.cluster.test_many import check_flat, come_and_go, follow_and_leave, serve_many
 from tests.cluster.test_one_core import train_on_one_core
 from tests.cluster.test_rejoin import rejoin_at_random_step
 from tests.cluster.test_restarts import VICTIMS as LOST
@@ -46,6 +49,7 @@ from tests.cluster.test_restarts import (
     recover_on_two_machines,
 )
 from tests.cluster.test_several_devices import train as train_a_mesh
+from tests.cluster.test_soak import check_leaks, live_long
 from tests.cluster.test_start import ORDERS, run_in_order
 from tests.conftest import MARK, describe, marked_processes
 
@@ -134,6 +138,17 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
     if what == "idle":
         return [Case("idle", "all wait for a worker that sleeps", rest)] * (times or 1)
 
+    if what == "soak":
+        seed = chance.getrandbits(32)
+        return [Case("soak", f"seed {seed}", lambda job: soak(job, seed))] * (times or 1)
+
+    if what == "many":
+        return [
+            Case("many", "500 followers", lambda job: come_to_one(job, 500, follow=True)),
+            Case("many", "500 lives of a worker", lambda job: come_to_one(job, 500, follow=False)),
+            Case("many", "8 to 64 workers", more_and_more),
+        ] * (times or 1)
+
     if what == "devices":
 
         def several(cores: int) -> Case:
@@ -190,6 +205,49 @@ def stop_and_wake(job: Job, policy: str) -> float:
         assert job.processes["worker 1"].poll() is None, job.outputs()
         time.sleep(0.1)
     return seconds
+
+
+def soak(job: Job, seed: int) -> float:
+    """A job of 100,000 steps, and what its processes hold; the seconds that it took."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        leaks = live_long(job, Path(folder) / "out", 100_000, 2, 60.0, random.Random(seed))
+    print(leaks.table(), flush=True)
+    check_leaks(job, leaks)
+    return time.monotonic() - begin
+
+
+def come_to_one(job: Job, times: int, follow: bool) -> float:
+    """So many that come and go, the last as fast as the first; the seconds that all took."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        stop = Path(folder) / "stop"
+        if follow:
+            check_flat(follow_and_leave(job, stop, times))
+        else:
+            lives = come_and_go(job, stop, times, 1800)
+            fifth = times // 5
+            first, last = (statistics.median(each) for each in (lives[:fifth], lives[-fifth:]))
+            print(f"a life: {first * 1e3:.1f} ms at first, {last * 1e3:.1f} ms at last")
+            assert last < 1.5 * first, (first, last)
+    return time.monotonic() - begin
+
+
+def more_and_more(job: Job) -> float:
+    """8 to 64 workers of one server: 8 times as many may take 8 times as long. The seconds of all."""
+    begin = time.monotonic()
+    took: dict[int, float] = {}
+    for workers in (8, 16, 32, 64):
+        # The best of three: other things run on this machine too.
+        jobs = (Job(job.folder / f"{workers}-{number}", 1, workers) for number in range(3))
+        times: list[float] = []
+        for each in jobs:
+            with each:
+                times.append(serve_many(each, 200))
+        took[workers] = min(times)
+    print(", ".join(f"{n} workers {t:.2f} ms a step" for n, t in took.items()), flush=True)
+    assert took[64] < 8 * took[8], took
+    return time.monotonic() - begin
 
 
 def train_on_devices(job: Job, cores: int) -> float:
@@ -253,6 +311,8 @@ def main() -> int:
         "rejoin",
         "one-core",
         "devices",
+        "soak",
+        "many",
         "idle",
         "leaves",
         "stops",
@@ -266,7 +326,8 @@ def main() -> int:
     print(f"seed {args.seed}", flush=True)
     mark = os.environ[MARK] = uuid.uuid4().hex
     cases = cases_of(args.what, args.times, args.delay, random.Random(args.seed))
-    workers = {"one-core": (1, 2), "devices": (1, 2), "stops": (2, 3)}.get(args.what, (2, 2))
+    sizes = {"one-core": (1, 2), "devices": (1, 2), "soak": (2, 3), "stops": (2, 3)}
+    workers = sizes.get(args.what, (2, 2))
     at_once = args.jobs or (3 if args.what == "orders" else 1)
     with ThreadPoolExecutor(at_once) as pool:
         outcomes = list(pool.map(lambda pair: run(pair[1], pair[0], workers), enumerate(cases)))

@@ -1,8 +1,8 @@
 """A worker of a job that is followed. Usage: followed.py POLICIES STOP [EMA].
 
-POLICIES: sync, async, bounded, by commas: of a model each, trained in turn. STOP: a file that will have the step at
-which to stop. EMA: the decay of the moving averages that servers keep of each model. Every worker pushes the same
-gradient at every step: whoever's gradients a mean is over, the parameters depend on their step alone.
+POLICIES: sync, shrink, async, bounded, by commas: of a model each, trained in turn. STOP: a file that will have the
+step at which to stop. EMA: the decay of the moving averages that servers keep of each model. Every worker pushes the
+same gradient at every step: whoever's gradients a mean is over, the parameters depend on their step alone.
 """
 
 import sys
@@ -17,6 +17,7 @@ import jaxrdma
 
 POLICIES = {
     "sync": lambda: jaxrdma.SyncReplicas(),
+    "shrink": lambda: jaxrdma.SyncReplicas(on_loss="shrink"),
     "async": lambda: jaxrdma.Async(),
     "bounded": lambda: jaxrdma.BoundedStaleness(1),
 }
