@@ -125,6 +125,8 @@ class ClusterSpec:
     - `checkpoint_keep`: so many are kept of each model.
     - `checkpoint_restore`: "auto": go on from the newest in the folder; "never": set them aside and begin anew;
       "new-update": as auto, but the update may be another if its state has the same arrays (another learning rate).
+    - `replicate`: 1: each server's part of a model is kept by another server too, so that the loss of one costs no step
+      of a job that is started again; 0: what came after the last checkpoint is lost.
     - `verbs`: how this process uses its RDMA devices; each of its settings has a variable of its own.
     """
 
@@ -153,6 +155,7 @@ class ClusterSpec:
     checkpoint_seconds: float | None = None
     checkpoint_keep: int = 3
     checkpoint_restore: str = "auto"
+    replicate: int = 0
     verbs: VerbsSettings = VerbsSettings()
 
     def __post_init__(self) -> None:
@@ -193,6 +196,7 @@ class ClusterSpec:
         if self.metrics is not None:
             metrics_address(self.metrics)
         self._check_checkpoint()
+        self._check_replicate()
 
     @property
     def own_fault(self) -> str:
@@ -216,6 +220,30 @@ class ClusterSpec:
             raise ConfigError(
                 f"checkpoint_restore {self.checkpoint_restore!r} is not there: expected one of {', '.join(RESTORES)}"
                 f"{_nearest(self.checkpoint_restore, RESTORES)}"
+            )
+
+    def _check_replicate(self) -> None:
+        if self.replicate not in (0, 1):
+            raise ConfigError(
+                f"replicate is {self.replicate}: expected 0, or 1 for one copy of each server's part"
+            )
+        if not self.replicate or self.role == "follower":
+            return
+        if self.num_servers < 2:
+            raise ConfigError(
+                "replicate=1 needs at least 2 servers, for each server's part to be kept by another one; there is "
+                f"{self.num_servers}. Give --servers 2, or save often: --checkpoint-steps"
+            )
+        if self.role != "server":
+            return  # only servers save
+        if self.checkpoint is None:
+            raise ConfigError(
+                "replicate=1 needs a folder in which the servers that are left save what they hold: set "
+                "JAXRDMA_CHECKPOINT too"
+            )
+        if self.checkpoint_restore == "never":
+            raise ConfigError(
+                "replicate=1 with checkpoint_restore never: what was saved would be set aside, not gone on from"
             )
 
     @classmethod
@@ -276,6 +304,7 @@ class ClusterSpec:
             "num_servers": self.num_servers,
             "partition_bytes": self.partition_bytes,
             "ordered": self.ordered,
+            "replicate": self.replicate,
         }
 
 
@@ -496,6 +525,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "checkpoint_seconds": (float, _SECONDS),
     "checkpoint_keep": (int, _WHOLE),
     "checkpoint_restore": (str, "auto, never or new-update"),
+    "replicate": (int, "0 or 1"),
     "device": (_names, "names of RDMA devices"),
     "port": (int, _WHOLE),
     "gid_index": (int, _WHOLE),

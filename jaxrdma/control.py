@@ -205,9 +205,13 @@ class FlowProposal(msgspec.Struct, frozen=True, tag="flow_proposal"):
 
 
 class Admitting(msgspec.Struct, frozen=True, tag="admitting"):
-    """A server has read its roster and lets the workers' data connections in, at `address` ("host:port")."""
+    """A server has read its roster and lets the workers' data connections in, at `address` ("host:port").
+
+    `mirror`: where it lets in the server whose part it keeps a copy of; empty without `replicate`.
+    """
 
     address: str
+    mirror: str = ""
 
 
 class FlowReady(msgspec.Struct, frozen=True, tag="flow_ready"):
@@ -280,6 +284,37 @@ class SaveCommitted(msgspec.Struct, frozen=True, tag="save_committed"):
     step: Step
     problem: str = ""
     last: bool = False
+
+
+class HeldPart(msgspec.Struct, frozen=True):
+    """The part of a model that lies on `server`, or the copy of it: of these steps the sender could save it."""
+
+    flow: int
+    server: int
+    steps: list[Step]
+
+
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """The answer to `Rescue`: a server begins no other step, and holds this."""
+
+    parts: list[HeldPart]
+
+
+class RescueSaved(msgspec.Struct, frozen=True, tag="rescue_saved"):
+    """The answer to `RescueSave`: a server's files of `step` are on the disk, or not: `problem`."""
+
+    flow: int
+    step: Step
+    shards: list[ShardFile]
+    problem: str = ""
+
+
+class RescueCommitted(msgspec.Struct, frozen=True, tag="rescue_committed"):
+    """The answer to `RescueCommit`: `step` is a checkpoint, or could not be made one: `problem`."""
+
+    flow: int
+    step: Step
+    problem: str = ""
 
 
 class LostWorker(msgspec.Struct, frozen=True, tag="lost_worker"):
@@ -404,10 +439,19 @@ class WorkerEntry(msgspec.Struct, frozen=True):
     incarnation: int
 
 
+class Keeps(msgspec.Struct, frozen=True):
+    """Whose part a server keeps a copy of: another server, in this life of it, which will show `token`."""
+
+    server: int
+    incarnation: int
+    token: bytes
+
+
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
     """Everybody is here, and tensors move by `transport`, because of `why`.
 
-    A worker is told its own tokens alone, a server the tokens for itself alone.
+    A worker is told its own tokens alone, a server the tokens for itself alone. `keeps`: for a server, with
+    `replicate`.
 
     Workers get it when every server has answered it with `Admitting`, so that none knocks before it is expected.
     """
@@ -416,6 +460,15 @@ class Roster(msgspec.Struct, frozen=True, tag="roster"):
     workers: list[WorkerEntry]
     transport: str
     why: str
+    keeps: Keeps | None = None
+
+
+class MirrorAt(msgspec.Struct, frozen=True, tag="mirror_at"):
+    """To a server: another one keeps a copy of its part, and expects it at `address`, with `token`."""
+
+    server: int
+    address: str
+    token: bytes
 
 
 class AdmitWorker(msgspec.Struct, frozen=True, tag="admit_worker"):
@@ -455,7 +508,10 @@ class Follows(msgspec.Struct, frozen=True, tag="follows"):
 
 
 class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
-    """All workers proposed the same. `program`: for a server, the update for its shard, if there is one."""
+    """All workers proposed the same. `program`: for a server, the update for its shard, if there is one.
+
+    `mirrored`: the update for the shard that it keeps a copy of.
+    """
 
     flow: int
     leaves: list[LeafSpec]
@@ -465,6 +521,7 @@ class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
     update_fingerprint: str
     program: bytes | None = None
     averaged: bool = False
+    mirrored: bytes | None = None
 
 
 class FlowStart(msgspec.Struct, frozen=True, tag="flow_start"):
@@ -515,6 +572,32 @@ class SaveEnded(msgspec.Struct, frozen=True, tag="save_ended"):
     step: int
     saved: bool
     last: bool = False
+
+
+class Rescue(msgspec.Struct, frozen=True, tag="rescue"):
+    """To a server: the job has failed. Begin no other step, and say what could be saved."""
+
+
+class RescueSave(msgspec.Struct, frozen=True, tag="rescue_save"):
+    """To a server: write what `parts`, itself or the server whose copy it keeps, held of `step`."""
+
+    flow: int
+    step: int
+    parts: list[int]
+
+
+class RescueCommit(msgspec.Struct, frozen=True, tag="rescue_commit"):
+    """To one server: all files of `step` are on the disk. Write the manifest."""
+
+    flow: int
+    step: int
+    shards: list[ShardFile]
+
+
+class Rescuing(msgspec.Struct, frozen=True, tag="rescuing"):
+    """To a launcher: the job has failed, and the servers save what they hold. That may take so many seconds."""
+
+    seconds: float
 
 
 class Mean(msgspec.Struct, frozen=True, tag="mean"):
@@ -676,6 +759,9 @@ ClientMessage = (
     | ShardSaved
     | SaveMissed
     | SaveCommitted
+    | Held
+    | RescueSaved
+    | RescueCommitted
     | LostWorker
     | Traced
     | Failed
@@ -700,6 +786,11 @@ CoordinatorMessage = (
     | SaveAt
     | SaveCommit
     | SaveEnded
+    | MirrorAt
+    | Rescue
+    | RescueSave
+    | RescueCommit
+    | Rescuing
     | FlowRejected
     | MemberLeft
     | MemberLost
@@ -1117,6 +1208,11 @@ class ControlClient:
                     | SaveAt()
                     | SaveCommit()
                     | SaveEnded()
+                    | MirrorAt()
+                    | Rescue()
+                    | RescueSave()
+                    | RescueCommit()
+                    | Rescuing()
                     | AdmitWorker()
                     | AdmitFollower()
                     | DismissFollower()

@@ -63,19 +63,25 @@ from jaxrdma.control import (
     Follows,
     GradientName,
     Heartbeat,
+    Held,
     Hello,
     JobFailed,
     JobStatus,
+    Keeps,
     Landed,
     Left,
     LostWorker,
     Mean,
     MemberLeft,
     MemberLost,
+    MirrorAt,
     ModelStatus,
     Offer,
     ProcessStatus,
     Refused,
+    RescueCommitted,
+    RescueSaved,
+    Rescuing,
     Restored,
     Roster,
     SaveCommitted,
@@ -94,8 +100,10 @@ from jaxrdma.control import (
 )
 from jaxrdma.errors import ConfigError
 from jaxrdma.pace import Pace
-from jaxrdma.plan import compare_leaves
+from jaxrdma.plan import compare_leaves, place_mirrors
 from jaxrdma.policy import OnLoss, from_wire
+from jaxrdma.rescue import RESCUE_SECONDS, Model, Rescuer
+from jaxrdma.restarts import is_lasting
 from jaxrdma.savepoints import LAST_SAVE_SECONDS, Answer, Orders, Savepoints, Seldom
 from jaxrdma.stalls import explain
 
@@ -140,6 +148,7 @@ class _Member:
     refused: int = 0  # connections to its data port
     strangers: Seldom = field(default_factory=Seldom)  # lines on those
     address: str = ""  # of a server that lets the workers in: where
+    mirror: str = ""  # and where the server of whose part it keeps a copy
     left: bool = False  # said that it is done, or was lost and no place is kept for it
     lost: JobFailed | None = None  # the job bears that: this is what became of it
     lost_at: float = 0.0
@@ -277,6 +286,9 @@ class Membership:
         self._suspect: tuple[float, JobFailed, _Member] | None = None
         self._failure: JobFailed | None = None
         self._failed_at = now
+        self._mirrors: list[int] = []  # with replicate: by server, who keeps a copy of its part
+        self._mirror_tokens: list[bytes] = []  # by server, what it shows its mirror
+        self._rescuer: Rescuer | None = None  # from the failure on until what is left is saved
         self._next_follower = 0
         self._tracers: set[int] = set()  # ids of streams
         self._next_reminder = now
@@ -298,6 +310,11 @@ class Membership:
         )
 
     @property
+    def rescuing(self) -> bool:
+        """Whether the job has failed, and the servers that are left save what they hold."""
+        return self._rescuer is not None
+
+    @property
     def failure(self) -> JobFailed | None:
         """The first cause of the job's failure, or None."""
         return self._failure
@@ -309,6 +326,8 @@ class Membership:
 
     def is_over(self, now: float) -> bool:
         """Whether nothing is left to do: all said goodbye, or the job failed and everybody went or had time to."""
+        if self.rescuing:
+            return False
         if self._failure is not None:
             return not self._essential() or now - self._failed_at >= LINGER_SECONDS
         return self._shutdown_since is not None and all(m.gone for m in self._of("server"))
@@ -322,6 +341,8 @@ class Membership:
 
     def waits_for(self) -> list[str]:
         """Whom the present state waits for, members and absent ones, by name. Empty if the job is over."""
+        if self._rescuer is not None:
+            return [f"server {server}" for server in self._rescuer.waits_for()]
         if self._failure is not None:
             return [m.name for m in self._essential()]
         if not self._started:
@@ -365,6 +386,8 @@ class Membership:
         if member.gone:
             return []
         member.heard = now
+        if self._rescuer is not None:
+            return self._during_rescue(self._rescuer, member, message, now)
         if self._failure is not None:
             member.gone = isinstance(message, Bye)
             return []
@@ -404,6 +427,9 @@ class Membership:
                     )
                 if not message.address:
                     return self._broken(member, "gave no address for data", now)
+                if self._mirrors and not message.mirror:
+                    return self._broken(member, "keeps no copy of another server's part", now)
+                member.mirror = message.mirror
                 return self._admitting(member, message.address)
             case WorkerAdmitted():
                 return self._worker_admitted(member, message, now)
@@ -416,6 +442,8 @@ class Membership:
                 return [(message.number, message)] if asks else []
             case FlowReady() | Restored() | ShardSaved() | SaveMissed() | SaveCommitted():
                 return self._answer(member, message, now)
+            case Held() | RescueSaved() | RescueCommitted():
+                return self._broken(member, "saves what is left of a job that has not failed", now)
             case Hello():
                 return self._broken(member, "said hello twice", now)
 
@@ -428,6 +456,9 @@ class Membership:
         if member.follows:
             return self._forget_follower(member, why or "its connection ended")
         member.gone = True
+        if self._rescuer is not None and member.hello.role == "server":
+            self._rescuer.lose(member.hello.index, f"{member.name} ({member.place}) died")
+            return self._end_rescue_if_over(now)
         if member.left and member.hello.role == "worker":
             return []
         if member.confessed:
@@ -447,6 +478,8 @@ class Membership:
                 member.heard = member.since = now
         self._last_tick = now
         out: Outgoing = []
+        if self._rescuer is not None:
+            return self._rescue_overdue(self._rescuer, now)
         if self._failure is None:
             out = self._overdue_followers(now) + self._overdue(now)
         if self._failure is None:
@@ -493,6 +526,10 @@ class Membership:
                 for w in self._of("worker")
                 for s in self._of("server")
             }
+            servers = self._of("server")
+            if servers[0].hello.settings.get("replicate"):
+                self._mirrors = place_mirrors([s.hello.host for s in servers])
+                self._mirror_tokens = [self._token() for _ in servers]
             out += [(m.id, self._roster(m)) for m in self._live() if m.hello.role == "server"]
         return out
 
@@ -503,7 +540,8 @@ class Membership:
         if any(m.id not in self._admit for m in self._of("server")):
             return []
         self._started = True
-        out: Outgoing = [(m.id, self._roster(m)) for m in self._live() if m.hello.role == "worker"]
+        out: Outgoing = self._introduce_mirrors()
+        out += [(m.id, self._roster(m)) for m in self._live() if m.hello.role == "worker"]
         for follower in self._followers():
             out += self._announce_follower(follower)
         return out
@@ -667,7 +705,26 @@ class Membership:
                 for w in self._of("worker")
             ],
             *self._transport,
+            keeps=self._keeps(member),
         )
+
+    def _keeps(self, member: _Member) -> Keeps | None:
+        """Whose part a server keeps a copy of."""
+        if member.hello.role != "server" or not self._mirrors:
+            return None
+        server = self._of("server")[self._mirrors.index(member.hello.index)]
+        token = self._mirror_tokens[server.hello.index]
+        return Keeps(server.hello.index, server.hello.incarnation, token)
+
+    def _introduce_mirrors(self) -> Outgoing:
+        """Each server is told who keeps a copy of its part."""
+        servers = self._of("server")
+        return [
+            (server.id, MirrorAt(mirror, servers[mirror].mirror, token))
+            for server, mirror, token in zip(
+                servers, self._mirrors, self._mirror_tokens, strict=False
+            )
+        ]
 
     # --- returning ---
 
@@ -898,8 +955,12 @@ class Membership:
         flow.since, flow.next_text = now, now + control.PROGRESS_SECONDS
         out: Outgoing = []
         for m in self._crew():
-            program = programs[m.hello.index] if programs and m.hello.role == "server" else None
-            out.append((m.id, _agreement(proposal, program)))
+            program = mirrored = None
+            if programs and m.hello.role == "server":
+                program = programs[m.hello.index]
+                if self._mirrors:
+                    mirrored = programs[self._mirrors.index(m.hello.index)]
+            out.append((m.id, _agreement(proposal, program, mirrored)))
         for m in self._followers():
             if m.ready:
                 out.append((m.id, _agreement(proposal, None)))
@@ -1181,7 +1242,15 @@ class Membership:
         failure = self._set_failure(kind, text, culprit, now)
         # Who failed by itself knows; who reported a lost connection waits to hear what was behind it.
         knows = culprit if culprit and culprit.confessed and kind != "connection" else None
-        return self._to(self._live(), failure, but=knows)
+        self._rescuer = self._make_rescuer(failure)
+        if self._rescuer is None:
+            return self._to(self._live(), failure, but=knows)
+        told = [m for m in self._live() if m.hello.role != "server" and not m.launches]
+        out = self._to(told, failure, but=knows)
+        out += self._to([m for m in self._live() if m.launches], Rescuing(RESCUE_SECONDS))
+        out += self._to_servers(self._rescuer.begin())
+        self.notes.append(f"{text}; the servers that are left save what they hold")
+        return out + self._end_rescue_if_over(now)
 
     def _set_failure(self, kind: str, text: str, culprit: _Member | None, now: float) -> JobFailed:
         role, index = (
@@ -1190,6 +1259,69 @@ class Membership:
         self._failure = JobFailed(kind, text, role, index)
         self._failed_at = now
         return self._failure
+
+    # --- rescue ---
+
+    def _make_rescuer(self, failure: JobFailed) -> Rescuer | None:
+        """Who decides what is saved of a job that has just failed, if there is anything to save."""
+        ended = not self._started or self._shutdown_since is not None
+        if not self._mirrors or ended or is_lasting(failure.kind):
+            return None
+        models = {
+            number: Model(frozenset(flow.holders), flow.savepoints.saved)
+            for number, flow in self._flows.items()
+            if flow.start is not None and flow.proposals[0].mode == "update"
+        }
+        if not models:
+            return None
+        lost = {m.hello.index for m in self._of("server") if m.gone}
+        if failure.role == "server" and failure.kind != "connection":
+            lost.add(failure.index)  # it may be stopped, and wake
+        return Rescuer(models, self._mirrors, lost)
+
+    def _during_rescue(
+        self, rescuer: Rescuer, member: _Member, message: ClientMessage, now: float
+    ) -> Outgoing:
+        """Of a job that has failed only what its servers save is of interest."""
+        match message:
+            case Heartbeat():
+                return [(member.id, Alive())]
+            case Held() | RescueSaved() | RescueCommitted() if member.hello.role == "server":
+                out = self._to_servers(rescuer.handle(member.hello.index, message))
+                return out + self._end_rescue_if_over(now)
+            case Failed() | Left() if member.hello.role == "server":
+                rescuer.lose(member.hello.index, f"{member.name} ({member.place}) failed")
+                return self._end_rescue_if_over(now)
+            case Bye():
+                member.gone = True
+                return []
+            case _:
+                return []
+
+    def _to_servers(self, messages: list[tuple[int, CoordinatorMessage]]) -> Outgoing:
+        return [(self._places["server", server].id, message) for server, message in messages]
+
+    def _rescue_overdue(self, rescuer: Rescuer, now: float) -> Outgoing:
+        for index in rescuer.waits_for():
+            member = self._places["server", index]
+            silent = now - member.heard
+            if silent > self._heartbeat_timeout:
+                text = f"{member.name} ({member.place}) has been silent for {silent:.0f} s"
+                rescuer.lose(index, text)
+        if not rescuer.over and now - self._failed_at >= RESCUE_SECONDS:
+            rescuer.late(now - self._failed_at)
+        return self._end_rescue_if_over(now)
+
+    def _end_rescue_if_over(self, now: float) -> Outgoing:
+        """The others may hear of the failure once nothing more is to be saved."""
+        rescuer, failure = self._rescuer, self._failure
+        if rescuer is None or failure is None or not rescuer.over:
+            return []
+        self._rescuer = None
+        self._failed_at = now
+        self._failure = msgspec.structs.replace(failure, text=f"{failure.text}; {rescuer.text}")
+        told = [m for m in self._live() if m.hello.role == "server" or m.launches]
+        return self._to(told, self._failure)
 
     # --- time ---
 
@@ -1383,6 +1515,9 @@ class Membership:
 
     def progress_text(self, now: float) -> str:
         """Whom the start-up, or the end, waits for; empty in between."""
+        if self._rescuer is not None:
+            late = _list(self.waits_for())
+            return f"waiting for {late} to save what is left, {now - self._failed_at:.0f} s"
         if self._saving_since is not None and self.saving and self._failure is None:
             seconds = now - self._saving_since
             return f"waiting for {_list(self.waits_for())} to save the last step, {seconds:.0f} s"
@@ -1495,7 +1630,9 @@ def _name(contribution: Contribution) -> GradientName:
     return GradientName(contribution.replica, contribution.incarnation, contribution.sequence)
 
 
-def _agreement(proposal: FlowProposal, program: bytes | None) -> FlowAgreed:
+def _agreement(
+    proposal: FlowProposal, program: bytes | None, mirrored: bytes | None = None
+) -> FlowAgreed:
     return FlowAgreed(
         flow=proposal.flow,
         leaves=proposal.leaves,
@@ -1505,6 +1642,7 @@ def _agreement(proposal: FlowProposal, program: bytes | None) -> FlowAgreed:
         update_fingerprint=proposal.update_fingerprint,
         program=program,
         averaged=proposal.averaged,
+        mirrored=mirrored,
     )
 
 
@@ -1544,6 +1682,8 @@ class Coordinator:
     - `on_saving`: called once, with the most seconds that may take, when all workers have left and the last step is
       being saved.
     - `on_lost`: called for each process whose loss the job bears.
+    - `on_rescue`: called once, with the most seconds that may take, when the job has failed and the servers that are
+      left save what they hold. `on_failure` follows.
     """
 
     def __init__(
@@ -1554,6 +1694,7 @@ class Coordinator:
         on_failure: Callable[[JobFailed], None] = lambda failure: None,
         on_saving: Callable[[float], None] = lambda seconds: None,
         on_lost: Callable[[MemberLost], None] = lambda lost: None,
+        on_rescue: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._membership = membership
         self._listen = listen
@@ -1561,7 +1702,8 @@ class Coordinator:
         self._on_failure = on_failure
         self._on_saving = on_saving
         self._on_lost = on_lost
-        self._told_saving = False
+        self._on_rescue = on_rescue
+        self._told_saving = self._told_rescue = False
         self._queues: dict[int, asyncio.Queue[CoordinatorMessage | None]] = {}
         self._next_id = 0
         self._told_transport = False
@@ -1600,8 +1742,10 @@ class Coordinator:
         # Since when for somebody, and when that was last said.
         waits = said = time.monotonic()
         while not self._membership.is_over(time.monotonic()):
-            if self._membership.failure is not None and not told:
+            ended = self._membership.failure is not None and not self._membership.rescuing
+            if ended and not told:
                 told = True
+                assert self._membership.failure is not None
                 self._on_failure(self._membership.failure)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), self._membership.next_tick)
@@ -1692,6 +1836,9 @@ class Coordinator:
         if self._membership.saving and not self._told_saving:
             self._told_saving = True
             self._on_saving(LAST_SAVE_SECONDS)
+        if self._membership.rescuing and not self._told_rescue:
+            self._told_rescue = True
+            self._on_rescue(RESCUE_SECONDS)
         # Everybody is told the same.
         for lost in {m.index: m for _, m in out if isinstance(m, MemberLost)}.values():
             self._on_lost(lost)
@@ -1753,6 +1900,7 @@ def run_coordinator(
     on_failure: Callable[[JobFailed], None] = lambda failure: None,
     on_saving: Callable[[float], None] = lambda seconds: None,
     on_lost: Callable[[MemberLost], None] = lambda lost: None,
+    on_rescue: Callable[[float], None] = lambda seconds: None,
     say: Callable[[str], None] = control.say_on_stderr,
     metrics: tuple[str, int] | None = None,
 ) -> int:
@@ -1762,7 +1910,7 @@ def run_coordinator(
 
     - `listen`: "host:port"; port 0 takes a free one. Beyond loopback only with a secret.
     - `report`: called with the address once the port is open.
-    - `on_failure`, `on_saving`, `on_lost`: as of `Coordinator`.
+    - `on_failure`, `on_saving`, `on_lost`, `on_rescue`: as of `Coordinator`.
     - `metrics`: host and port at which Prometheus is told the job's numbers. `None`: nowhere.
 
     **Returns:** the exit code: 0 if all workers left and all servers ended, 1 if the job failed, 128+n on signal n.
@@ -1789,7 +1937,7 @@ def run_coordinator(
             say(f"the job failed: {failure.text}")
             on_failure(failure)
 
-        coordinator = Coordinator(membership, listen, say, failed, on_saving, on_lost)
+        coordinator = Coordinator(membership, listen, say, failed, on_saving, on_lost, on_rescue)
         code = 1
 
         def stop(number: signal.Signals) -> None:

@@ -22,6 +22,7 @@ from jaxrdma.control import (
     JobFailed,
     MemberLost,
     Message,
+    Rescuing,
     Shutdown,
     say_on_stderr,
 )
@@ -132,6 +133,9 @@ class _Delegate:
                 outcome = 0
             case MemberLost():
                 self._report(lost_fact(message))
+                return
+            case Rescuing():
+                self._report({"rescuing": message.seconds})
                 return
             case _:
                 return

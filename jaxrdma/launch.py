@@ -361,6 +361,7 @@ class _Attempt:
         self._passed_on = False  # the interrupt, to the workers
         self._ending = False
         self._ending_seconds = ENDING_SECONDS
+        self._rescue_seconds = 0.0  # what servers save after a failure may take so long
         self._stopping = False
         self._killed = False
         self._report = b""
@@ -564,9 +565,12 @@ class _Attempt:
                 if self._ending:
                     self._unschedule(self._end_is_late)
                     self._after(self._ending_seconds, self._end_is_late)
+            elif "rescuing" in fact:
+                self._allow_rescue(fact["rescuing"])
             elif "address" not in fact:
                 if not self._stopping and self._cause is None:  # or the cause is the launcher
                     self._cause = fact
+                    self._allow_rescue(0.0)  # it is over
                     if fact["kind"] == "interrupted":
                         # A person waits for the prompt, not for what the others may still have to say.
                         self._after(INTERRUPT_SECONDS, self._stop)
@@ -575,6 +579,15 @@ class _Attempt:
                 self._coordinator = fact["address"]
                 if self._plan.share is None:
                     self._start_others()
+
+    def _allow_rescue(self, seconds: float) -> None:
+        """The servers save what they hold of a job that has failed: nobody is stopped sooner."""
+        if seconds == self._rescue_seconds:
+            return
+        self._rescue_seconds = seconds
+        if self._first is not None:
+            self._unschedule(self._stop_for_failure)
+            self._after(FAILURE_SECONDS + seconds, self._stop_for_failure)
 
     def _take_part_in(self, number: int) -> None:
         """The coordinator knows best which attempt this is: some may have failed before this launcher came."""
@@ -601,7 +614,7 @@ class _Attempt:
             and self.interrupt is None
         ):
             self._first = child
-            self._after(FAILURE_SECONDS, self._stop_for_failure)
+            self._after(FAILURE_SECONDS + self._rescue_seconds, self._stop_for_failure)
         self._follow_up(child)
         workers = [c for c in self._children if c.role == "worker"]
         if workers and all(c.code is not None for c in workers):

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
+
+from numpy.typing import NDArray
 
 from jaxrdma import _native, errors
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.devices import Candidate
-from jaxrdma.plan import Plan
+from jaxrdma.plan import ITEM_BYTES, Plan
 
 T = TypeVar("T")
 
@@ -91,6 +93,26 @@ _FLOW_MODES = {
     "average": _native.FlowMode.AVERAGE,
     "ema": _native.FlowMode.SHOW,
 }
+
+
+def shard_views(
+    engine: _native.ServerEngine, flow: int, plan: Plan, what: str
+) -> list[NDArray[Any]]:
+    """NumPy views of what a server has of each leaf, empty where it holds nothing of a leaf.
+
+    `what`: "parameters", or "gradient": their means.
+    """
+    import ml_dtypes
+
+    views: list[NDArray[Any]] = []
+    for index, leaf in enumerate(plan.leaves):
+        dtype = leaf.dtype
+        if what == "gradient":
+            dtype = "float64" if ITEM_BYTES[leaf.dtype] == 8 else "float32"
+        raw: NDArray[Any] = raise_for(getattr(engine, what)(flow, index))
+        # ml_dtypes knows bfloat16, which NumPy does not by itself.
+        views.append(raw.view(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+    return views
 
 
 def flow_spec(flow: int, mode: str, plan: Plan, held: int = 0) -> _native.FlowSpec:

@@ -258,6 +258,46 @@ def average_plan(plan: Plan) -> Plan:
     return replace(plan, leaves=leaves)
 
 
+def place_mirrors(hosts: Sequence[str]) -> list[int]:
+    """By server, which other one keeps a copy of its part. Each keeps one; none its own.
+
+    On another host wherever that can be: if no host has more than half of the servers, for all.
+
+    **Arguments:**
+
+    - `hosts`: by server, the name of its machine. At least two servers.
+    """
+    servers = len(hosts)
+    if servers < 2:
+        raise PlanError("a copy of a server's part needs another server")
+    by_host: dict[str, list[int]] = {}
+    for server, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(server)
+    groups = sorted(by_host.values(), key=lambda group: (-len(group), group[0]))
+    order = [server for group in groups for server in group]
+    # Shifted by the largest group, no server of a group falls on its own group again before that is exhausted.
+    shift = len(groups[0]) % servers or 1
+    mirrors = [0] * servers
+    for place, server in enumerate(order):
+        mirrors[server] = order[(place + shift) % servers]
+    return mirrors
+
+
+def part_plan(plan: Plan, server: int) -> Plan:
+    """What `server` holds, as a plan for one server: each leaf is the elements that it has of it, in its order."""
+    begins = [0] * len(plan.leaves)
+    partitions: list[Partition] = []
+    for part in plan.partitions:
+        if part.server == server:
+            partitions.append(Partition(part.leaf, 0, begins[part.leaf], part.elements))
+            begins[part.leaf] += part.elements
+    leaves = tuple(
+        LeafSpec(leaf.path, (elements,), leaf.dtype)
+        for leaf, elements in zip(plan.leaves, begins, strict=True)
+    )
+    return Plan(leaves, 1, plan.partition_bytes, plan.whole_leaves, tuple(partitions))
+
+
 def describe(leaf: LeafSpec) -> str:
     """`params['w'] float32[3,4]`: how a leaf is written in every message."""
     return f"{leaf.path} {leaf.dtype}[{','.join(map(str, leaf.shape))}]"

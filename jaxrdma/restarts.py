@@ -35,6 +35,11 @@ class Ending:
     kind: str = ""
 
 
+def is_lasting(kind: str) -> bool:
+    """Whether a failure of this kind is none that another attempt helps against."""
+    return kind in _LASTING
+
+
 def judge(ending: Ending, attempt: int, restarts: int) -> tuple[bool, str]:
     """Whether the job is started again, and the line that says so and what failed.
 

@@ -126,6 +126,11 @@ class Savepoints:
         """Whether the last step is still to be saved."""
         return self._finishing and not self._finished
 
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0: there is none."""
+        return self._saved
+
     def waits_for(self) -> list[int]:
         """The servers that are to answer before the model can begin, or the last step is saved."""
         if self._finishing:

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,10 @@ from jaxrdma.control import (
     ClientMessage,
     FlowAgreed,
     FlowReady,
+    RescueCommit,
+    RescueCommitted,
+    RescueSave,
+    RescueSaved,
     Restore,
     Restored,
     SaveAt,
@@ -32,6 +36,7 @@ from jaxrdma.control import (
     SaveEnded,
     SaveMissed,
     SaveRule,
+    ShardFile,
     ShardSaved,
 )
 from jaxrdma.errors import ConfigError
@@ -60,10 +65,49 @@ class Holder(Protocol):
         ...
 
 
+class _Share:
+    """What is saved of one server's part of a model."""
+
+    def __init__(self, server: int, plan: Plan, holder: Holder) -> None:
+        self.server = server
+        self.holder = holder
+        self._pieces = plan.pieces(server)
+        self.leaf_parts = [
+            checkpoint.parameter_part(leaf, spec.dtype, ITEM_BYTES[spec.dtype], ranges)
+            for leaf, (spec, ranges) in enumerate(zip(plan.leaves, self._pieces, strict=True))
+        ]
+
+    def parts(self) -> list[Part]:
+        """Of parameters and state."""
+        return self.leaf_parts + [self.part_of(part) for part in self.holder.state_parts()]
+
+    def part_of(self, state: StatePart) -> Part:
+        """A state array's place in the whole array, by which it is found again on other servers."""
+        ranges = self._pieces[state.leaf] if state.along else [(0, state.elements)]
+        return Part(state.leaf, state.slot, state.dtype, _item_bytes(state.dtype), ranges)
+
+    def read(self, reader: checkpoint.Reader) -> None:
+        """Replace all of it by what a checkpoint has."""
+        for part, view in zip(self.leaf_parts, self.holder.parameters(), strict=True):
+            if view.size:
+                reader.read(part, view)
+        parts = self.holder.state_parts()
+        held = [leaf for leaf, part in enumerate(self.leaf_parts) if part.bytes]
+        reader.check_slots([-1, *held], [(part.leaf, part.slot) for part in parts])
+        self.holder.load_state(lambda part, view: reader.read(self.part_of(part), view))
+
+
 class _Model:
     """One model: what is saved of it, and where its saving stands. Of the server's main thread."""
 
-    def __init__(self, spec: ClusterSpec, agreed: FlowAgreed, plan: Plan, holder: Holder) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        agreed: FlowAgreed,
+        plan: Plan,
+        holder: Holder,
+        copy: tuple[int, Holder] | None,
+    ) -> None:
         assert spec.checkpoint is not None
         self.agreed = agreed
         self.holder = holder
@@ -71,15 +115,11 @@ class _Model:
         held = [s for s in range(plan.servers) if plan.server_bytes(s)]
         self.holds = spec.index in held
         self.keeps = self.holds and spec.index == held[0]  # the one that writes manifests
-        self.leaf_parts = [
-            checkpoint.parameter_part(leaf, spec_.dtype, ITEM_BYTES[spec_.dtype], ranges)
-            for leaf, (spec_, ranges) in enumerate(
-                zip(plan.leaves, plan.pieces(spec.index), strict=True)
-            )
-        ]
-        self._pieces = plan.pieces(spec.index)
-        parts = self.leaf_parts + [self.part_of(part) for part in holder.state_parts()]
-        self.image = Image(parts) if self.holds else Image([])
+        own = _Share(spec.index, plan, holder)
+        self.shares = [own]  # and that of the server whose copy is kept here
+        if copy is not None and copy[0] in held:
+            self.shares.append(_Share(copy[0], plan, copy[1]))
+        self.image = Image(own.parts()) if self.holds else Image([])
         self.found: dict[int, Manifest] = {}
         self.step = 0
         self.saved = 0  # the newest step that is a checkpoint; of step 0 there is none
@@ -92,11 +132,6 @@ class _Model:
         self.rested = threading.Event()
         self.rested.set()
         self.cancelled = threading.Event()
-
-    def part_of(self, state: StatePart) -> Part:
-        """A state array's place in the whole array, by which it is found again on other servers."""
-        ranges = self._pieces[state.leaf] if state.along else [(0, state.elements)]
-        return Part(state.leaf, state.slot, state.dtype, _item_bytes(state.dtype), ranges)
 
 
 class Saver:
@@ -144,12 +179,20 @@ class Saver:
 
     # --- beginning ---
 
-    def prepare(self, agreed: FlowAgreed, plan: Plan, holder: Holder) -> FlowReady:
+    def prepare(
+        self,
+        agreed: FlowAgreed,
+        plan: Plan,
+        holder: Holder,
+        copy: tuple[int, Holder] | None = None,
+    ) -> FlowReady:
         """Look for checkpoints of a new model, and make room for its copy.
+
+        `copy`: another server, and its part, of which a copy is kept here: it is restored too.
 
         **Raises:** `MismatchError` if the newest is of another model; `OSError`.
         """
-        model = self._models[agreed.flow] = _Model(self._spec, agreed, plan, holder)
+        model = self._models[agreed.flow] = _Model(self._spec, agreed, plan, holder, copy)
         if self._spec.checkpoint_restore == "never":
             return FlowReady(agreed.flow, model.holds, self._rule)
         whole, damaged = checkpoint.find(model.folder)
@@ -178,13 +221,8 @@ class Saver:
         )
         try:
             with checkpoint.Reader(folder, manifest) as reader:
-                for part, view in zip(model.leaf_parts, model.holder.parameters(), strict=True):
-                    if view.size:
-                        reader.read(part, view)
-                parts = model.holder.state_parts()
-                held = [leaf for leaf, part in enumerate(model.leaf_parts) if part.bytes]
-                reader.check_slots([-1, *held], [(part.leaf, part.slot) for part in parts])
-                model.holder.load_state(lambda part, view: reader.read(model.part_of(part), view))
+                for share in model.shares:
+                    share.read(reader)
         except DamagedError as error:
             return Restored(message.flow, message.step, str(error))
         return Restored(message.flow, message.step)
@@ -233,20 +271,47 @@ class Saver:
             case SaveAt(step=step):
                 self._save_at(model, step)
             case SaveCommit():
-                manifest = Manifest(
-                    format=checkpoint.FORMAT,
-                    release=VERSION,
-                    job=self._spec.job,
-                    flow=message.flow,
-                    step=message.step,
-                    leaves=model.agreed.leaves,
-                    update=model.agreed.update_fingerprint,
-                    servers=self._spec.num_servers,
-                    shards=message.shards,
-                )
+                manifest = self._manifest(model, message.step, message.shards)
                 self._jobs.put(lambda: self._commit(model, manifest, message.last))
             case SaveEnded():
                 self._ended(model, message)
+
+    def rescue(self, message: RescueSave, read: Callable[[int], Sequence[Bytes]]) -> None:
+        """Save what servers held of a step, this one or the one whose copy is kept here; the job has failed.
+
+        `read`: by server, the parts of its share as they were; called on the thread.
+        """
+        model = self._models[message.flow]
+        model.cancelled.set()  # of a save that nobody will make a checkpoint
+        self._jobs.put(lambda: self._write_rescue(model, message, read))
+
+    def commit_rescue(self, message: RescueCommit) -> None:
+        """Make a checkpoint of what all have saved."""
+        model = self._models[message.flow]
+        manifest = self._manifest(model, message.step, message.shards)
+
+        def commit() -> None:
+            problem = ""
+            try:
+                checkpoint.commit(model.folder, manifest)
+            except Exception as error:
+                problem = f"server {self._spec.index} could not write the manifest: {error}"
+            self._send(RescueCommitted(message.flow, message.step, problem))
+
+        self._jobs.put(commit)
+
+    def _manifest(self, model: _Model, step: int, shards: list[ShardFile]) -> Manifest:
+        return Manifest(
+            format=checkpoint.FORMAT,
+            release=VERSION,
+            job=self._spec.job,
+            flow=model.agreed.flow,
+            step=step,
+            leaves=model.agreed.leaves,
+            update=model.agreed.update_fingerprint,
+            servers=self._spec.num_servers,
+            shards=shards,
+        )
 
     def _save_at(self, model: _Model, step: int) -> None:
         if step == LAST:
@@ -326,6 +391,23 @@ class Saver:
             answer = SaveMissed(flow, step, step, problem, last)
         model.rested.set()  # before the coordinator can ask for the next
         self._send(answer)
+
+    def _write_rescue(
+        self, model: _Model, message: RescueSave, read: Callable[[int], Sequence[Bytes]]
+    ) -> None:
+        folder = checkpoint.step_folder(model.folder, message.step)
+        files: list[ShardFile] = []
+        problem = ""
+        try:
+            for share in model.shares:
+                if share.server in message.parts:
+                    image = Image(share.parts())
+                    image.copy(read(share.server))
+                    name = checkpoint.shard_name(share.server, self._spec.num_servers)
+                    files.append(checkpoint.write_shard(folder, name, image, self._closing.is_set))
+        except Exception as error:
+            problem = f"server {self._spec.index} could not write in {folder}: {error}"
+        self._send(RescueSaved(message.flow, message.step, files, problem))
 
     def _commit(self, model: _Model, manifest: Manifest, last: bool) -> None:
         problem = ""

@@ -4,13 +4,13 @@ import queue
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jaxrdma import control, transport
-from jaxrdma.cluster import ClusterSpec, bind
+from jaxrdma.cluster import ClusterSpec, bind, format_address, parse_address
 from jaxrdma.control import (
     LAST,
     MOST_FOLLOWERS,
@@ -26,6 +26,8 @@ from jaxrdma.control import (
     FlowStart,
     FollowerAdmitted,
     GradientName,
+    Held,
+    HeldPart,
     JobFailed,
     Landed,
     LostWorker,
@@ -33,7 +35,12 @@ from jaxrdma.control import (
     MemberLeft,
     MemberLost,
     Message,
+    MirrorAt,
+    Rescue,
+    RescueCommit,
+    RescueSave,
     Restore,
+    Roster,
     SaveAt,
     SaveCommit,
     SaveEnded,
@@ -50,7 +57,7 @@ from jaxrdma.memory import (
     shard_bytes,
     version_bytes,
 )
-from jaxrdma.plan import ITEM_BYTES, Plan, agreed_average_plan, agreed_plan
+from jaxrdma.plan import Plan, agreed_average_plan, agreed_plan, part_plan
 from jaxrdma.policy import from_wire
 from jaxrdma.saver import Saver
 from jaxrdma.signals import SignalWatch, do_nothing, see_signal
@@ -58,11 +65,29 @@ from jaxrdma.signals import SignalWatch, do_nothing, see_signal
 if TYPE_CHECKING:
     from jaxrdma import _native
     from jaxrdma.metrics import Endpoint, ServerMetrics
-    from jaxrdma.update import ServerUpdate, StatePart
+    from jaxrdma.mirror import Copier, Keeper, Part
+    from jaxrdma.native import TransportArguments
+    from jaxrdma.update import ServerUpdate
 
 # A worker's goodbye travels by the coordinator, the end of its data connection directly: so long may the goodbye be
 # behind before the end counts as a loss.
 _GOODBYE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The mirror has this server's part of `flow` at `step`, or will not: `problem`."""
+
+    flow: int
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """No copy of the other server's part can be kept any longer."""
+
+    text: str
 
 
 def run_server(spec: ClusterSpec, listen: str, metrics: tuple[str, int] | None = None) -> int:
@@ -101,9 +126,15 @@ class _Server:
         self._native = _native
         self._spec = spec
         self._listen = listen
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | _Copied | _Broken] = queue.SimpleQueue()
         self._plans: dict[int, Plan] = {}
         self._updates: dict[int, ServerUpdate] = {}
+        self._parts: dict[int, Part] = {}  # of the models of which there are updates
+        # With replicate: who has a copy of what lies here, and the copy of what lies elsewhere.
+        self._copier: Copier | None = None
+        self._keeper: Keeper | None = None
+        self._mirror = ""  # its name
+        self._frozen = False  # the job has failed: what is held here is saved, and does not change
         self._suspects: dict[
             int, tuple[float, str]
         ] = {}  # worker -> when its connection ended, and what it was
@@ -121,7 +152,7 @@ class _Server:
         self._last_saves: dict[int, SaveAt] = {}  # that wait for those means
         self._made: _native.ServerEngine | None = None
         self._locked: Locked | None = None  # over verbs
-        incarnation = secrets.randbits(63)
+        incarnation = self._incarnation = secrets.randbits(63)
         self._client = ControlClient(
             spec,
             "server",
@@ -152,6 +183,10 @@ class _Server:
     def __exit__(self, *_: object) -> None:
         if self._saver is not None:
             self._saver.close()
+        if self._copier is not None:
+            self._copier.close()
+        if self._keeper is not None:
+            self._keeper.close()
         if self._made is not None:
             self._made.close()
         self._client.close()
@@ -173,7 +208,7 @@ class _Server:
             # joins before anything else may fail: the others learn of failures through the client
             roster = self._client.join()
             try:
-                self._made = self._make_engine(roster.transport)
+                self._made = self._make_engine(roster)
             except JaxRdmaError as error:
                 return self._fail(control.raised(error).kind, str(error))
             self._dumper.record(self._made)
@@ -183,7 +218,8 @@ class _Server:
                 token = mine.tokens[worker.index]
                 if problem := self._admit(worker.index, worker.incarnation, token):
                     return self._fail("raised", f"cannot admit worker {worker.index}: {problem}")
-            self._client.send(control.Admitting(self._made.address))
+            mirror = "" if self._keeper is None else self._keeper.address
+            self._client.send(control.Admitting(self._made.address, mirror))
             while True:
                 try:
                     code = self._turn()
@@ -196,16 +232,18 @@ class _Server:
                 if code is not None:
                     return code
 
-    def _make_engine(self, name: str) -> "_native.ServerEngine":
+    def _make_engine(self, roster: Roster) -> "_native.ServerEngine":
         from jaxrdma.native import raise_for
 
         spec = self._spec
         options, self._locked = transport.prepare(
             spec,
-            name,
+            roster.transport,
             transport.place(spec, self._listen),
             f"{spec.num_workers} workers to land in",
         )
+        if roster.keeps is not None:
+            self._replicate(roster.keeps, options)
         return raise_for(
             self._native.ServerEngine.create(
                 server=spec.index,
@@ -220,6 +258,35 @@ class _Server:
                 **options,
             )
         )
+
+    def _replicate(self, keeps: control.Keeps, options: "TransportArguments") -> None:
+        from jaxrdma.mirror import Copier, Keeper
+
+        if self._locked is not None:
+            self._locked.add(
+                "its mirror, and to be one", connections_bytes(2, self._spec.partition_bytes)
+            )
+        options = {**options, "fault": ""}  # drills are about the connections to workers
+        host, _ = parse_address(self._listen, "listen address")
+        self._keeper = Keeper(
+            self._spec.job,
+            keeps,
+            format_address(host, 0),
+            self._spec.partition_bytes,
+            options,
+            lambda text: self._tell_self(_Broken(text)),
+        )
+        self._copier = Copier(
+            self._spec.job,
+            self._incarnation,
+            options,
+            lambda flow, step, problem: self._tell_self(_Copied(flow, step, problem)),
+        )
+
+    def _tell_self(self, told: _Copied | _Broken) -> None:
+        """From another thread."""
+        self._inbox.put(told)
+        self._wake()
 
     def _details(self) -> tuple[None, str]:
         for lack in self._made.lacking(1) if self._made is not None else ():
@@ -253,6 +320,8 @@ class _Server:
                 return code
         kind = self._native.ServerEvent.Kind
         match event.kind:
+            case kind.INITIALISED | kind.STEP_READY | kind.STRANDED if self._frozen:
+                pass  # of a job that is over
             case kind.INITIALISED:
                 self._initialise(event.flow, event.step)
             case kind.STEP_READY if event.flow in self._averages.values():
@@ -291,8 +360,23 @@ class _Server:
                 del self._suspects[worker]
                 self._client.send(LostWorker(worker, self._incarnations[worker], text))
 
-    def _handle(self, message: Message) -> int | None:
+    def _handle(self, message: Message | _Copied | _Broken) -> int | None:
         match message:
+            case _Copied():
+                self._copied(message)
+            case _Broken(text):
+                assert self._keeper is not None, "nobody else says so"
+                about = f"the copy of server {self._keeper.server} cannot be kept: {text}"
+                return self._fail("raised", about)
+            case MirrorAt():
+                self._meet_mirror(message)
+            case Rescue():
+                self._freeze()
+            case RescueSave():
+                self._save_rescued(message)
+            case RescueCommit():
+                assert self._saver is not None, "only who can save is told to"
+                self._saver.commit_rescue(message)
             case FlowAgreed():
                 self._prepare(message)
             case Decided():
@@ -387,11 +471,14 @@ class _Server:
             plan = agreed_plan(
                 agreed.leaves, self._spec.num_servers, self._spec.partition_bytes, agreed.digest
             )
+        self._plans[agreed.flow] = plan
         if agreed.mode == "update":
+            from jaxrdma.mirror import Part
             from jaxrdma.update import ServerUpdate
 
-            self._updates[agreed.flow] = ServerUpdate(agreed.program or b"")
-        self._plans[agreed.flow] = plan
+            flow, keeps = agreed.flow, self._keeper is not None
+            update = self._updates[flow] = ServerUpdate(agreed.program or b"", keep_before=keeps)
+            self._parts[flow] = Part(update, lambda: self.views(flow, "parameters"))
         held = 0 if agreed.mode == "ema" else from_wire(agreed.policy).held
         if self._locked is not None:
             workers = self._spec.num_workers
@@ -401,16 +488,40 @@ class _Server:
                 self._lock_for_followers(self._locked, plan)
         raise_for(self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan, held)))
         holds = any(p.server == self._spec.index for p in plan.partitions)
+        copy = self._prepare_copies(agreed, plan, holds) if agreed.mode == "update" else None
         ready = FlowReady(agreed.flow, holds)
         if self._saver is not None and agreed.mode == "update":
-            ready = self._saver.prepare(agreed, plan, _Held(self, agreed.flow))
+            ready = self._saver.prepare(agreed, plan, self._parts[agreed.flow], copy)
         self._client.send(ready)
+
+    def _prepare_copies(
+        self, agreed: FlowAgreed, plan: Plan, holds: bool
+    ) -> "tuple[int, Part] | None":
+        """With `replicate`: be a mirror of a new model, and have one. Returns whose copy is kept here, and the copy."""
+        if self._keeper is None or self._copier is None:
+            return None
+        if self._locked is not None:
+            kept = shard_bytes(part_plan(plan, self._keeper.server), 0, "update", 1)
+            # The means are registered by the connection to the mirror too, and what comes back has its own place.
+            own = shard_bytes(plan, self._spec.index, "update", 1)
+            self._locked.add(f"the copies of model {agreed.flow}", kept + own)
+        if holds:
+            self._copier.add(agreed.flow, part_plan(plan, self._spec.index))
+        theirs = part_plan(plan, self._keeper.server)
+        return self._keeper.server, self._keeper.add(agreed.flow, theirs, agreed.mirrored or b"")
 
     def _started(self, start: FlowStart) -> None:
         """Before the parameters of a restored model are published: no step begins earlier."""
         if self._saver is not None:
             self._saver.started(start.flow, start.restored)
         if start.restored is not None:
+            if self._keeper is not None and start.flow in self._keeper.parts:
+                self._keeper.go_on(start.flow, start.restored)
+            if self._copier is not None and start.flow in self._copier:
+                # What is read from a checkpoint can be read again: the workers need not wait for that.
+                self._copier.go_on(start.flow, start.restored)
+            if start.flow in self._parts:
+                self._parts[start.flow].step = start.restored
             self._publish(start.flow, start.restored)
         # Nothing was published of a model of which there is nothing here.
         if start.flow in self._averages.values() and start.flow - 1 in self._published:
@@ -434,15 +545,31 @@ class _Server:
 
     def _initialise(self, flow: int, step: int) -> None:
         self._updates[flow].initialise(self.views(flow, "parameters"))
-        self._publish(flow, step)
+        self._parts[flow].step = step
+        if self._copier is not None and flow in self._copier:
+            self._copier.begin(flow, step, self._parts[flow].parameters())
+        else:
+            self._publish(flow, step)
 
     def _apply(self, flow: int, step: int) -> None:
+        copied = self._copier is not None and flow in self._copier
+        mean = self.views(flow, "gradient")
+        if self._copier is not None and copied:
+            # The mirror does the same meanwhile. The workers are answered when both have.
+            self._copier.step(flow, step, [view.view("uint8") for view in mean])
         self._doing = f"updating model {flow}"
-        self._updates[flow].step(self.views(flow, "gradient"), self.views(flow, "parameters"))
-        self._publish(flow, step + 1)
+        self._updates[flow].step(mean, self.views(flow, "parameters"))
+        self._parts[flow].step = step + 1
+        if copied:
+            self._doing = f"waiting for {self._mirror} to make step {step + 1} of model {flow} too"
+        else:
+            self._made_step(flow, step + 1)
+
+    def _made_step(self, flow: int, step: int) -> None:
+        self._publish(flow, step)
         self._doing = "serving"
         if self._saver is not None:
-            self._saver.after_step(flow, step + 1)
+            self._saver.after_step(flow, step)
             if flow in self._last_saves and not self._has_means_ahead(flow):
                 self._saver.handle(self._last_saves.pop(flow))
 
@@ -465,23 +592,53 @@ class _Server:
 
     def views(self, flow: int, what: str) -> list[Any]:
         """NumPy views of this server's piece of each leaf, empty where it holds nothing of a leaf."""
-        import ml_dtypes
+        from jaxrdma.native import shard_views
 
-        from jaxrdma.native import raise_for
+        return shard_views(self._engine, flow, self._plans[flow], what)
 
-        views: list[Any] = []
-        for index, leaf in enumerate(self._plans[flow].leaves):
-            dtype = leaf.dtype
-            if what == "gradient":
-                dtype = "float64" if ITEM_BYTES[leaf.dtype] == 8 else "float32"
-            raw = raise_for(getattr(self._engine, what)(flow, index))
-            # ml_dtypes knows bfloat16, which NumPy does not by itself.
-            views.append(raw.view(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
-        return views
+    # --- the copies ---
 
-    def update(self, flow: int) -> "ServerUpdate":
-        """The update of a model, and its state."""
-        return self._updates[flow]
+    def _meet_mirror(self, mirror: MirrorAt) -> None:
+        assert self._copier is not None, "only who has a mirror is told where it is"
+        self._mirror = f"server {mirror.server}"
+        self._copier.connect(mirror.address, mirror.token, self._spec.connect_timeout)
+
+    def _copied(self, copied: _Copied) -> None:
+        """Both have this step: so has whoever is left of them."""
+        if self._frozen:
+            return
+        if copied.problem:
+            text = (
+                f"server {self._spec.index} has lost its mirror, {self._mirror}: {copied.problem}"
+            )
+            self._client.send(control.Failed("connection", text))
+        elif copied.flow not in self._published:
+            self._publish(copied.flow, copied.step)  # the model begins
+        elif copied.step > self._published[copied.flow]:  # else it was restored
+            self._made_step(copied.flow, copied.step)
+
+    def _freeze(self) -> None:
+        assert self._keeper is not None, "only what has copies is rescued"
+        self._frozen = True
+        self._doing = "saving what is left of the job"
+        self._keeper.freeze()
+        own = [HeldPart(flow, self._spec.index, part.steps()) for flow, part in self._parts.items()]
+        kept = [
+            HeldPart(flow, self._keeper.server, part.steps())
+            for flow, part in self._keeper.parts.items()
+        ]
+        self._client.send(Held(own + kept))
+
+    def _save_rescued(self, message: RescueSave) -> None:
+        assert self._saver is not None, "only who can save is told to"
+        assert self._keeper is not None, "only what has copies is rescued"
+        copies = self._keeper.parts
+
+        def read(server: int) -> list[Any]:
+            parts = self._parts if server == self._spec.index else copies
+            return parts[message.flow].at(message.step)
+
+        self._saver.rescue(message, read)
 
     # --- what comes from other threads ---
 
@@ -531,25 +688,3 @@ def _show_metrics(index: int, address: tuple[str, int]) -> "tuple[ServerMetrics,
 
     metrics = ServerMetrics(index)
     return metrics, Endpoint(address, metrics.registry)
-
-
-class _Held:
-    """What a server holds of a model, as its checkpoints see it."""
-
-    def __init__(self, server: _Server, flow: int) -> None:
-        self._server = server
-        self._flow = flow
-
-    def parameters(self) -> list[Any]:
-        import numpy as np
-
-        return [view.view(np.uint8) for view in self._server.views(self._flow, "parameters")]
-
-    def state_parts(self) -> "list[StatePart]":
-        return self._server.update(self._flow).state_parts()
-
-    def state(self) -> list[Any]:
-        return self._server.update(self._flow).state()
-
-    def load_state(self, fill: "Callable[[StatePart, Any], None]") -> None:
-        self._server.update(self._flow).load_state(fill)

@@ -239,6 +239,11 @@ class Session:
         self._check_open("init")
         _check_mesh(mesh)
         policy = policy if policy is not None else SyncReplicas()
+        if self._spec.replicate and policy.complete(self.num_workers).held > 0:
+            raise ConfigError(
+                f"replicate=1 with {policy.describe()}: what the servers hold is of no common step then. Use "
+                "SyncReplicas(), of every worker and with on_loss='fail', or JAXRDMA_REPLICATE=0 and checkpoints"
+            )
         leaves, treedef, arrays = describe_leaves(params)
         analysis = analyse(update, treedef, leaves, ema)
         analysis.check_servers(self.num_servers)
@@ -326,6 +331,12 @@ class Session:
         `known` keep their number then.
         """
         self._check_open("average_gradients")
+        if self._spec.replicate:
+            raise ConfigError(
+                "replicate=1 with average_gradients: the servers hold no parameters, of which a copy could be kept; "
+                "each worker has its own, and its script must save them. Use session.init(params, update=...), or "
+                "JAXRDMA_REPLICATE=0"
+            )
         leaves, treedef, _ = describe_leaves(params)
         key = tuple(leaves)
         traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params))

@@ -500,13 +500,18 @@ class ServerUpdate:
     afterwards; results and state are always the program's own buffers.
     """
 
-    def __init__(self, blob: bytes) -> None:
+    def __init__(self, blob: bytes, keep_before: bool = False) -> None:
         """Compile the program. An empty `blob` is the program of a server that holds nothing.
+
+        `keep_before`: what a step replaces is kept until the next, at the cost of that memory.
 
         **Raises:** `UpdateError` if this process cannot run the program.
         """
         self._program = msgspec.msgpack.decode(blob, type=Program) if blob else None
         self._state: list[Any] | None = None
+        self._keep_before = keep_before
+        self._made: list[Any] | None = None  # the parameters by pack, as the last step made them
+        self._before: tuple[list[Any], list[Any]] | None = None  # these and the state, one step ago
         if self._program is None:
             return
         import jax
@@ -538,7 +543,7 @@ class ServerUpdate:
                 init = jax.export.deserialize(bytearray(program.init))
                 step = jax.export.deserialize(bytearray(program.step))
                 self._init = jax.jit(init.call).lower(params).compile()
-                donating = jax.jit(step.call, donate_argnums=1)
+                donating = jax.jit(step.call, donate_argnums=() if keep_before else 1)
                 self._step = donating.lower(params, state, params).compile()
                 # Gradients are rounded to 16 bits by a program of their own: inside the step, XLA would
                 # skip it, or choose other places to fuse a product and a sum.
@@ -572,6 +577,7 @@ class ServerUpdate:
         if self._program is None:
             return
         inputs = self._gather(params, self._dtypes, self._params)
+        self._made = self._before = None
         with jax.enable_x64(self._program.x64), jax.default_device(self._device):
             self._state = list(jax.block_until_ready(self._init(self._put(inputs))))
 
@@ -588,6 +594,8 @@ class ServerUpdate:
             )
         grad_inputs = self._gather(grads, self._grad_dtypes, self._grads)
         param_inputs = self._gather(params, self._dtypes, self._params)
+        if self._keep_before and self._made is None:
+            self._made = [np.array(array) for array in param_inputs]
         state, self._state = self._state, None
         with jax.enable_x64(self._program.x64), jax.default_device(self._device):
             rounded = self._put(grad_inputs)
@@ -598,6 +606,10 @@ class ServerUpdate:
             new_state, new_params, _ = jax.block_until_ready(
                 self._step(rounded, state, self._put(param_inputs))
             )
+        if self._keep_before:
+            assert self._made is not None
+            # The program's own buffers, which nothing overwrites: the last step's are the parameters before this one.
+            self._before, self._made = (self._made, state), list(new_params)
         self._state = list(new_state)
         for pack, array, dtype in zip(self._program.packs, new_params, self._dtypes, strict=True):
             result, begin = np.asarray(array).reshape(-1), 0
@@ -655,6 +667,25 @@ class ServerUpdate:
         arrays = [_host_bytes(array) for array in self._state]
         return self._split(arrays)
 
+    def before(self) -> tuple[list[Any], list[Any]] | None:
+        """Parameters and state as they were before the last step: bytes of each leaf, and of each of `state_parts`.
+
+        `None` if there was no step, or what it replaces is not kept.
+        """
+        import numpy as np
+
+        if self._program is None or self._before is None:
+            return None
+        made, state = self._before
+        params: list[Any] = [np.empty(0, np.uint8)] * self._program.leaves
+        for pack, array in zip(self._program.packs, made, strict=True):
+            whole, begin = _as_bytes(np.asarray(array)), 0
+            item = whole.size // sum(pack.elements)
+            for leaf, elements in zip(pack.leaves, pack.elements, strict=True):
+                params[leaf] = whole[begin : begin + elements * item]
+                begin += elements * item
+        return params, self._split([_host_bytes(array) for array in state])
+
     def load_state(self, fill: Callable[[StatePart, Any], None]) -> None:
         """Make an optimizer state of what `fill` writes into the bytes of each of `state_parts`."""
         import jax
@@ -671,6 +702,7 @@ class ServerUpdate:
             # Copies: the step overwrites its state, and NumPy's memory is not for XLA to keep.
             self._state = [jax.device_put(array, self._device, may_alias=False) for array in arrays]
             jax.block_until_ready(self._state)
+        self._made = self._before = None
 
     def _split(self, arrays: Sequence[Any]) -> list[Any]:
         """Bytes of whole state arrays, as those of `state_parts`."""

@@ -83,8 +83,14 @@ Result<Operation> make_operation(OperationKind kind, uint16_t flow, int64_t step
     LeafBuffers& buffers = operation.leaves[i];
     buffers.source_dtype = spec.leaves[i].dtype;
     if (i < sources.size() && sources[i]) {
-      if (sources[i]->size() != bytes)
+      // A gradient may come as it is summed.
+      const DType wide = accumulator_dtype(buffers.source_dtype);
+      if (sources[i]->size() != bytes &&
+          sources[i]->size() == spec.leaves[i].elements * dtype_bytes(wide)) {
+        buffers.source_dtype = wide;
+      } else if (sources[i]->size() != bytes) {
         return Status(Code::kInvalidArgument, "a source buffer has the wrong size");
+      }
       buffers.source = reinterpret_cast<const std::byte*>(sources[i]->data());
     }
     if (i < targets.size() && targets[i]) {

@@ -105,5 +105,6 @@ def run(args: argparse.Namespace) -> int:
         on_failure=report_failure,
         on_saving=lambda seconds: report({"saving": seconds}),
         on_lost=lambda lost: report(lost_fact(lost)),
+        on_rescue=lambda seconds: report({"rescuing": seconds}),
         metrics=metrics_address(values["metrics"]) if "metrics" in values else None,
     )

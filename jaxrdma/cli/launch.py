@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrdma.cli import EXIT_CODES, read_secret
-from jaxrdma.cluster import RESTORES, TRANSPORTS, VerbsSettings, jaxrdma_settings
+from jaxrdma.cluster import RESTORES, TRANSPORTS, ClusterSpec, VerbsSettings, jaxrdma_settings
 from jaxrdma.errors import ConfigError
 from jaxrdma.hosts import listen_address, parse_share
 from jaxrdma.launch import LaunchPlan, launch
@@ -32,8 +32,8 @@ Output lines carry the name of the process they come from. Standard input is emp
 first; nothing is left 3 seconds later. If one process fails, the others have 5 seconds to tell their own side of it.
 Of the environment, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_STALL_WARNING, JAXRDMA_STEP_TIMEOUT,
 JAXRDMA_PARTITION_BYTES, JAXRDMA_ORDERED, JAXRDMA_TRANSPORT, JAXRDMA_SPIN_US, JAXRDMA_CHECKPOINT (_STEPS, _SECONDS,
-_KEEP, _RESTORE) and the settings of verbs (JAXRDMA_DEVICE, JAXRDMA_LINK_TIMEOUT, ...) reach every process. Servers
-never see a GPU.
+_KEEP, _RESTORE), JAXRDMA_REPLICATE and the settings of verbs (JAXRDMA_DEVICE, JAXRDMA_LINK_TIMEOUT, ...) reach every
+process. Servers never see a GPU.
 
 With --checkpoint the same command, given again after whatever ended the job, goes on from the last checkpoint, also
 with another number of servers. All servers need one folder: on several machines, on a network file system.
@@ -42,6 +42,9 @@ With --restarts N the launcher does that itself, at most N times: when a process
 silent or raised an error, all end as they would without, and are started anew. Each finds in JAXRDMA_ATTEMPT which
 attempt it belongs to, from 0. Not started again is a job that somebody interrupted; whose processes differ, or whose
 settings, devices or checkpoints cannot be used; that a process left early; that is not complete, or over, in time.
+
+With --replicate 1 such a restart costs no step: see the README on recovery. A lost server's part is saved by the server
+that keeps the copy of it; without --replicate all begin from the last checkpoint.
 
 A worker whose loss the job bears, by its policy's on_loss, can be started again alone, while the others go on or wait:
 each up to --worker-restarts N times. If the others wait for one that is not started again, the job ends.
@@ -96,6 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=RESTORES,
         help="auto (default): go on from the newest; never: set what is there aside and begin anew; new-update: as "
         "auto, also with another update, if its state has the same arrays",
+    )
+    parser.add_argument(
+        "--replicate",
+        type=int,
+        choices=(0, 1),
+        help="1: each server's part is kept by another server too; with --checkpoint and --restarts, the loss of a "
+        "process, but for the coordinator, costs no step. Needs 2 servers; default: 0",
     )
     parser.add_argument(
         "--restarts",
@@ -157,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
         "checkpoint_seconds": args.checkpoint_seconds,
         "checkpoint_keep": args.checkpoint_keep,
         "checkpoint_restore": args.checkpoint_restore,
+        "replicate": args.replicate,
     }
     several = args.coordinator is not None or args.here is not None
     passed_on = [*given, "connect_timeout", "heartbeat_timeout", "stall_warning", "step_timeout"]
@@ -170,6 +181,9 @@ def run(args: argparse.Namespace) -> int:
     verbs = {f.name: environment[f.name] for f in fields(VerbsSettings) if f.name in environment}
     settings["verbs"] = VerbsSettings(**verbs)
     _check_restarts(args.restarts, settings)
+    if settings.get("replicate"):
+        # As its servers would, once they are started.
+        ClusterSpec("127.0.0.1:1", "server", 0, args.workers, args.servers, **settings)
     if args.worker_restarts is not None and args.worker_restarts < 0:
         raise ConfigError(f"--worker-restarts {args.worker_restarts}: expected at least 0")
     plan = LaunchPlan(

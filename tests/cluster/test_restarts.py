@@ -154,6 +154,20 @@ def recover_at_random_step(job: Job, victim: str, chance: random.Random) -> Reco
     return recovery
 
 
+def recover_without_loss(job: Job, victim: str, chance: random.Random) -> Recovery:
+    """As `recover_at_random_step`, without any checkpoint, of servers that keep copies: no step is lost.
+
+    That is: the next attempt goes on from what a worker saw complete, or from one step later, which the servers had
+    made and no worker had received.
+    """
+    until = 60
+    launch(job, "--replicate", 1, "--restarts", 1, until=until, pause=0.05 * PATIENCE)
+    recovery = kill_and_recover(job, victim, 0, chance.randrange(1, until - 5))
+    assert recovery.lost in (0, -1), job.outputs()
+    check_numbers(job, until)
+    return recovery
+
+
 def recover_on_two_machines(job: Job) -> float:
     """Two launchers share a job, as on two machines, and lose a part of it after the other.
 
@@ -193,6 +207,14 @@ def recover_on_two_machines(job: Job) -> float:
     job.wait_for_output("again", f"jaxrdma: the coordinator is at {last} the job")
     check_numbers(job, until)
     return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("victim", ["server 0", "server 1", "worker 1"])
+def test_with_copies_no_step_is_lost(make_job: Callable[..., Job], victim: str) -> None:
+    job = make_job(2, 2)
+    recover_without_loss(job, victim, random.Random(victim))
+    output = job.output(LAUNCHER)
+    assert "is saved, by the servers that are left; starting again" in output
 
 
 @pytest.mark.timeout(200)  # it starts five times
