@@ -468,6 +468,9 @@ class Membership:
 
     def interrupt(self, why: str, now: float) -> Outgoing:
         """The coordinator itself is told to stop."""
+        if self._rescuer is not None:
+            self._rescuer.stop(f"the coordinator was stopped: {why}")
+            return self._end_rescue_if_over(now)
         return self._fail("interrupted", f"the coordinator was stopped: {why}", None, now)
 
     def tick(self, now: float) -> Outgoing:
@@ -1289,12 +1292,20 @@ class Membership:
             case Held() | RescueSaved() | RescueCommitted() if member.hello.role == "server":
                 out = self._to_servers(rescuer.handle(member.hello.index, message))
                 return out + self._end_rescue_if_over(now)
-            case Failed() | Left() if member.hello.role == "server":
-                rescuer.lose(member.hello.index, f"{member.name} ({member.place}) failed")
+            case Failed(kind="interrupted") if member.launches and self._failure is not None:
+                # A person waits for the prompt, and wants no other attempt.
+                text = f"{member.name} ({member.place}) was: {message.text}"
+                failure = self._failure
+                self._failure = JobFailed(message.kind, f"{failure.text}; {text}", "launcher", 0)
+                rescuer.stop("it was interrupted")
                 return self._end_rescue_if_over(now)
-            case Bye():
-                member.gone = True
-                return []
+            case Failed() | Left() | Bye():
+                member.gone = isinstance(message, Bye)
+                # Who reports a lost connection waits to hear what was behind it.
+                echo = isinstance(message, Failed) and message.kind == "connection"
+                if member.hello.role == "server" and not echo:
+                    rescuer.lose(member.hello.index, f"{member.name} ({member.place}) failed")
+                return self._end_rescue_if_over(now)
             case _:
                 return []
 

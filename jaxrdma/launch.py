@@ -606,6 +606,8 @@ class _Attempt:
         child.code = child.process.wait()
         self._running -= 1
         self._tell_delegate(child)
+        if child.role == "coordinator":
+            self._allow_rescue(0.0)  # nobody leads it
         if (
             child.code != 0
             and self._first is None

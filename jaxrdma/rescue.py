@@ -114,6 +114,11 @@ class Rescuer:
         if not self.over and server in self._alive:
             self._give_up(f"meanwhile {why}")
 
+    def stop(self, why: str) -> None:
+        """Somebody does not want to wait for it."""
+        if not self.over:
+            self._give_up(why)
+
     def late(self, seconds: float) -> None:
         """It has taken too long."""
         names = ", ".join(f"server {server}" for server in self.waits_for())
@@ -152,21 +157,19 @@ class Rescuer:
                 wanted.setdefault(keeper, []).append(part)
                 found = steps.get((keeper, flow, part), set[int]())
                 common = found if common is None else common & found
-            if common is None:
-                continue  # nothing lies on the servers
+            newest = max((max(s, default=0) for key, s in steps.items() if key[1] == flow), default=0)
+            if common is None or newest <= model.saved:
+                continue  # nothing lies on the servers, or nothing but a checkpoint or the beginning
             if not common:
-                if all(step <= 0 for found in steps.values() for step in found):
-                    continue  # no step was made yet
-                self._give_up(f"the servers hold no step of model {flow} in common")
-                return []
+                return self._give_up(f"the servers hold no step of model {flow} in common")
             step = max(common)
             if step <= model.saved:
-                continue  # it is a checkpoint, or nothing but the beginning
+                continue
             self._saving[flow] = _Saving(step, set(wanted), min(wanted))
             out += [(who, RescueSave(flow, step, parts)) for who, parts in sorted(wanted.items())]
         if not out:
             self.over = True
-            self.text = "nothing is lost: the last checkpoint is of the last step"
+            self.text = "there is no step that is not in a checkpoint"
         return out
 
     def _saved(self, server: int, answer: RescueSaved) -> list[tuple[int, CoordinatorMessage]]:
