@@ -3,7 +3,8 @@
 Between the two is a pair of the engines that workers and servers have: the server is the one worker of its mirror. What
 it pushes is the mean gradient of a step, in the type in which it was summed; the mean of one is itself, so the mirror
 runs the same program on the same numbers. On like processors the copy has the same bits; on unlike ones it may differ
-in the last, as two runs of the job may.
+in the last, as two runs of the job may. The answer is the parameters as the mirror has them: now and then the two are
+compared, and a difference is said.
 
 - `Copier`, on a server: sends what it does to its mirror, and tells when that is done.
 - `Keeper`, on the mirror: has the copy, and applies what comes.
@@ -135,6 +136,11 @@ class Copier:
     def step(self, flow: int, step: int, mean: Sequence[Bytes]) -> None:
         """The mean gradient that leads from `step` to the next. It is read until that is done."""
         self._put(_native.OperationKind.EXCHANGE, flow, step, mean, step + 1)
+
+    def is_alike(self, flow: int, parameters: Sequence[Bytes]) -> bool:
+        """Whether the mirror, when it was last heard of this model, had these."""
+        pairs = zip(self._answers[flow], parameters, strict=True)
+        return all(np.array_equal(theirs, ours) for theirs, ours in pairs)
 
     def close(self) -> None:
         """Give up what is under way, and end."""

@@ -157,7 +157,9 @@ class Rescuer:
                 wanted.setdefault(keeper, []).append(part)
                 found = steps.get((keeper, flow, part), set[int]())
                 common = found if common is None else common & found
-            newest = max((max(s, default=0) for key, s in steps.items() if key[1] == flow), default=0)
+            newest = max(
+                (max(s, default=0) for key, s in steps.items() if key[1] == flow), default=0
+            )
             if common is None or newest <= model.saved:
                 continue  # nothing lies on the servers, or nothing but a checkpoint or the beginning
             if not common:

@@ -73,6 +73,9 @@ if TYPE_CHECKING:
 # behind before the end counts as a loss.
 _GOODBYE_SECONDS = 2.0
 
+# With copies: so often are they compared with what they are of.
+_COMPARE_STEPS = 1000
+
 
 @dataclass(frozen=True)
 class _Copied:
@@ -616,6 +619,18 @@ class _Server:
             self._publish(copied.flow, copied.step)  # the model begins
         elif copied.step > self._published[copied.flow]:  # else it was restored
             self._made_step(copied.flow, copied.step)
+            if copied.step % _COMPARE_STEPS == 1:
+                self._compare(copied)
+
+    def _compare(self, copied: _Copied) -> None:
+        """After the answer to the workers, who compute meanwhile."""
+        assert self._copier is not None, "who copies can compare"
+        if not self._copier.is_alike(copied.flow, self._parts[copied.flow].parameters()):
+            control.say_on_stderr(
+                f"server {self._spec.index}: at step {copied.step} of model {copied.flow} the copy on {self._mirror} "
+                "has not the same bits: are the processors of the two alike, and their jaxlib? If this server is lost, "
+                "the job goes on from that copy"
+            )
 
     def _freeze(self) -> None:
         assert self._keeper is not None, "only what has copies is rescued"

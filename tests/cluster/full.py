@@ -6,6 +6,7 @@ Usage, from any folder:
   python tests/cluster/full.py recover   kill -9 of the chief, another worker, a server, the coordinator, 20 times each:
                                          the job starts itself again; how long that takes, how many steps are lost;
                                          and of two launchers of one job, each part in turn
+  python tests/cluster/full.py copies    the same of workers and servers with --replicate 1: no step may be lost
   python tests/cluster/full.py rejoin    kill -9 of the chief and of another worker, 20 times each: all wait for it
   python tests/cluster/full.py one-core  20 starts of 1000 steps on one core with one thread
   python tests/cluster/full.py devices   20 starts of 1000 steps, 8 devices in each worker, on two cores and on one
@@ -47,6 +48,7 @@ from tests.cluster.test_restarts import (
     Recovery,
     recover_at_random_step,
     recover_on_two_machines,
+    recover_without_loss,
 )
 from tests.cluster.test_several_devices import train as train_a_mesh
 from tests.cluster.test_soak import check_leaks, live_long
@@ -118,6 +120,13 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
                 ),
                 apart,
             )
+        ]
+
+    if what == "copies":
+        return [
+            struck(recover_without_loss, victim, victim, chance.getrandbits(32))
+            for _ in range(times or 20)
+            for victim in ("server 0", "server 1", "worker 0", "worker 1")
         ]
 
     if what == "leaves":
@@ -308,6 +317,7 @@ def main() -> int:
         "orders",
         "kills",
         "recover",
+        "copies",
         "rejoin",
         "one-core",
         "devices",

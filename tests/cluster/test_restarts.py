@@ -160,9 +160,10 @@ def recover_without_loss(job: Job, victim: str, chance: random.Random) -> Recove
     That is: the next attempt goes on from what a worker saw complete, or from one step later, which the servers had
     made and no worker had received.
     """
-    until = 60
-    launch(job, "--replicate", 1, "--restarts", 1, until=until, pause=0.05 * PATIENCE)
-    recovery = kill_and_recover(job, victim, 0, chance.randrange(1, until - 5))
+    # Within a step, or between two.
+    pause, until = chance.choice([(0.0, 1500), (0.05 * PATIENCE, 60)])
+    launch(job, "--replicate", 1, "--restarts", 1, until=until, pause=pause)
+    recovery = kill_and_recover(job, victim, 0, chance.randrange(1, min(until - 5, 400)))
     assert recovery.lost in (0, -1), job.outputs()
     check_numbers(job, until)
     return recovery

@@ -150,7 +150,8 @@ def test_the_secret_is_never_shown():
         checkpoint_steps=st.none() | st.integers(1, 10**9),
         checkpoint_seconds=st.none() | st.floats(0.1, 1e6),
         checkpoint_keep=st.integers(1, 9),
-        checkpoint_restore=st.sampled_from(["auto", "never", "new-update"]),
+        checkpoint_restore=st.sampled_from(["auto", "new-update"]),
+        replicate=st.sampled_from([0, 1]),
     )
 )
 def test_a_spec_survives_the_environment(spec):
@@ -179,6 +180,9 @@ def test_devices_are_named_with_commas_between():
         VerbsSettings(device=())
 
 
+COPIES = {"REPLICATE": "1", "ROLE": "server", "NUM_SERVERS": "2"}
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -187,6 +191,13 @@ def test_devices_are_named_with_commas_between():
         ({"CHECKPOINT": "d", "CHECKPOINT_SECONDS": "inf"}, "checkpoint_seconds is inf"),
         ({"CHECKPOINT": "d", "CHECKPOINT_KEEP": "0"}, "checkpoint_keep is 0: expected at least 1"),
         ({"CHECKPOINT": "d", "CHECKPOINT_RESTORE": "nevr"}, "did you mean never"),
+        ({"REPLICATE": "2"}, "replicate is 2: expected 0, or 1 for one copy"),
+        ({"REPLICATE": "1", "NUM_SERVERS": "1"}, "needs at least 2 servers, .* there is 1"),
+        (COPIES, "needs a folder .* set JAXRDMA_CHECKPOINT"),
+        (
+            {**COPIES, "CHECKPOINT": "d", "CHECKPOINT_RESTORE": "never"},
+            "replicate=1 with checkpoint_restore never",
+        ),
     ],
 )
 def test_checkpoints_that_cannot_be_are_refused(settings, text):

@@ -113,6 +113,36 @@ def test_an_unknown_digest_is_refused():
         plan.agreed_plan(leaves, 1, 1 << 20, "0" * 64)
 
 
+@hypothesis.given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=12))
+def test_a_mirror_is_another_server_and_on_another_host_wherever_that_can_be(hosts):
+    mirrors = plan.place_mirrors(hosts)
+    assert sorted(mirrors) == list(range(len(hosts)))  # each keeps one copy
+    assert all(mirror != server for server, mirror in enumerate(mirrors))
+    together = sum(hosts[server] == hosts[mirror] for server, mirror in enumerate(mirrors))
+    largest = max(map(hosts.count, hosts))
+    assert together == max(0, 2 * largest - len(hosts))
+
+
+def test_a_single_server_has_no_mirror():
+    with pytest.raises(errors.PlanError, match="needs another server"):
+        plan.place_mirrors(["a"])
+
+
+@hypothesis.given(arguments)
+def test_a_servers_part_is_a_plan_of_its_own(args):
+    made = plan.assign_partitions(*args)
+    for server in range(made.servers):
+        part = plan.part_plan(made, server)
+        assert part.server_bytes(0) == made.server_bytes(server)
+        assert [p.elements for p in part.partitions] == [
+            p.elements for p in made.partitions if p.server == server
+        ]
+        for leaf in range(len(made.leaves)):
+            size = made.server_elements(server, leaf)
+            assert part.leaves[leaf].shape == (size,)
+            assert part.pieces(0)[leaf] == ([(0, size)] if size else [])
+
+
 def test_the_plan_is_known_in_advance():
     leaves = [
         LeafSpec("params['a']", (100,), "float32"),

@@ -15,7 +15,16 @@ import pytest
 
 from jaxrdma import checkpoint, control
 from jaxrdma.cluster import ClusterSpec
-from jaxrdma.control import FlowAgreed, FlowReady, FlowStart, LeafSpec, Restore
+from jaxrdma.control import (
+    FlowAgreed,
+    FlowReady,
+    FlowStart,
+    LeafSpec,
+    RescueCommit,
+    RescueCommitted,
+    RescueSave,
+    Restore,
+)
 from jaxrdma.errors import ConfigError, MismatchError
 from jaxrdma.plan import Plan, assign_partitions
 from jaxrdma.policy import SyncReplicas, to_wire
@@ -184,6 +193,64 @@ class Job:
 def make(tmp_path: Path, no_leftovers: None) -> Iterator[Callable[..., Job]]:
     with ExitStack() as stack:
         yield lambda servers, **settings: Job(stack, tmp_path / "saved", servers, **settings)
+
+
+# --- what is saved of a job that failed ---
+
+
+def test_what_two_servers_held_is_saved_by_one_and_read_by_three(make, tmp_path: Path) -> None:
+    job = make(2, checkpoint_steps=3).begin().run(4)
+    sent = job.to_coordinator[1]
+    agreed = job.savers[1]._models[0].agreed
+    plan = assign_partitions(LEAVES, 2, 256)
+    job.savers[1].prepare(agreed, plan, job.held[1], copy=(0, job.held[0]))
+
+    def read(server: int) -> list[np.ndarray]:
+        return [*job.held[server].parameters(), *job.held[server].state()]
+
+    job.savers[1].rescue(RescueSave(0, 4, [0, 1]), read)
+    settle(job.savers[1])
+    saved = sent.pop()
+    assert (saved.step, saved.problem) == (4, "")
+    names = ["server-000-of-002.shard", "server-001-of-002.shard"]
+    assert sorted(shard.name for shard in saved.shards) == names
+    assert job.saved() == [3]  # it is none before the manifest is there
+    job.savers[1].commit_rescue(RescueCommit(0, 4, saved.shards))
+    settle(job.savers[1])
+    assert sent.pop() == RescueCommitted(0, 4)
+    again = make(3).begin()  # checks the numbers
+    assert again.start.restored == 4
+
+
+def test_a_copy_is_restored_with_the_part_it_is_of(make) -> None:
+    make(2, checkpoint_steps=3).begin().run(3)
+    job = make(2, checkpoint_steps=3)
+    agreed = job.savers[1]._models[0].agreed
+    plan = assign_partitions(LEAVES, 2, 256)
+    copy = Held(plan, 0)
+    job.savers[1].prepare(agreed, plan, job.held[1], copy=(0, copy))
+    assert job.savers[1].restore(Restore(0, 3)).problem == ""
+    copy.check(3)
+    job.held[1].check(3)
+
+
+def test_what_cannot_be_saved_of_a_job_that_failed_is_said(make, tmp_path: Path) -> None:
+    job = make(1).begin().run(2)
+    sent = job.to_coordinator[0]
+    (tmp_path / "saved" / "model-0").write_text("in the way")
+    job.savers[0].rescue(RescueSave(0, 2, [0]), lambda server: [])
+    settle(job.savers[0])
+    assert sent.pop().problem.startswith("server 0 could not write in ")
+    job.savers[0].commit_rescue(RescueCommit(0, 2, []))
+    settle(job.savers[0])
+    assert sent.pop().problem.startswith("server 0 could not write the manifest: ")
+
+
+def settle(saver: Saver) -> None:
+    """Until its thread has done what it was told."""
+    event = threading.Event()
+    saver._jobs.put(event.set)
+    assert event.wait(5)
 
 
 # --- what is saved ---
