@@ -239,6 +239,11 @@ class Keeper:
         with self._lock:
             self._frozen = True
 
+    @property
+    def refused(self) -> int:
+        """How many connections were turned away."""
+        return self._engine.stats().refused
+
     def close(self) -> None:
         """End the connection and the thread."""
         self._engine.close()

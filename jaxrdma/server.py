@@ -306,7 +306,8 @@ class _Server:
         if self._metrics is not None:
             self._metrics.read(self._made)
         stats = self._made.stats()
-        return stats.bytes_pulled + stats.bytes_followed, stats.bytes_pushed, stats.refused
+        refused = stats.refused + (0 if self._keeper is None else self._keeper.refused)
+        return stats.bytes_pulled + stats.bytes_followed, stats.bytes_pushed, refused
 
     # --- one turn of the loop: whatever happened first ---
 

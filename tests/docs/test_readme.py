@@ -113,10 +113,12 @@ def test_the_commands_with_checkpoints_go_on_where_they_were(
     assert len(list((script.parent / "runs" / "one" / "model-0").iterdir())) == 2
 
 
-def test_the_command_with_restarts_survives_the_loss_of_a_worker(
-    script: Path, no_leftovers: None
+@pytest.mark.parametrize("copies", [False, True], ids=["checkpoints", "copies"])
+def test_the_commands_with_restarts_survive_the_loss_of_a_worker(
+    script: Path, no_leftovers: None, copies: bool
 ) -> None:
-    (launch,) = [command for command in commands() if "--restarts" in command]
+    launches = [command for command in commands() if "--restarts" in command]
+    (launch,) = [launch for launch in launches if ("--replicate" in launch) == copies]
     lost = "[os.environ[f'JAXRDMA_{name}'] for name in ('ATTEMPT', 'INDEX')] == ['0', '1']"
     text = f"import os\nif {lost}:\n    os.kill(os.getpid(), 9)\n{script.read_text()}"
     script.write_text(text)
