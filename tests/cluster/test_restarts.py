@@ -210,12 +210,53 @@ def recover_on_two_machines(job: Job) -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("victim", ["server 0", "server 1", "worker 1"])
-def test_with_copies_no_step_is_lost(make_job: Callable[..., Job], victim: str) -> None:
-    job = make_job(2, 2)
-    recover_without_loss(job, victim, random.Random(victim))
-    output = job.output(LAUNCHER)
-    assert "is saved, by the servers that are left; starting again" in output
+@pytest.mark.timeout(200)  # it starts four times
+def test_with_copies_no_step_is_lost(make_job: Callable[..., Job]) -> None:
+    """Nor with the second loss, of a server that goes on from what its copy had become."""
+    job, victims = make_job(2, 2), ("server 1", "server 0", "worker 1")
+    until = 15 * (len(victims) + 1)
+    options = ("--replicate", 1, "--restarts", len(victims))
+    launch(job, *options, until=until, pause=0.05 * PATIENCE)
+    for attempt, victim in enumerate(victims):
+        recovery = kill_and_recover(job, victim, attempt, 15 * (attempt + 1) - 5)
+        assert recovery.lost in (0, -1), job.outputs()
+    check_numbers(job, until)
+    saved = "is saved, by the servers that are left; starting again"
+    assert job.output(LAUNCHER).count(saved) == len(victims)
+
+
+@pytest.mark.timeout(200)
+def test_a_server_and_its_copy_lost_at_once_cost_what_came_after_the_last_checkpoint(
+    make_job: Callable[..., Job],
+) -> None:
+    job, until = make_job(2, 2), 30
+    options = ("--replicate", 1, "--restarts", 1, "--checkpoint-steps", 10)
+    launch(job, *options, until=until, pause=0.1 * PATIENCE)
+    wait_for_step(job, 0, 14)
+    for victim in [find(job, name, 0) for name in ("server 0", "server 1")]:
+        victim.kill()
+    text = job.wait_for_output(LAUNCHER, "attempt 1 begins at step ")
+    assert "attempt 1 begins at step 10\n" in text
+    assert "what came after the last checkpoint is lost: " in text
+    check_numbers(job, until)
+
+
+@pytest.mark.timeout(200)
+def test_on_two_machines_no_step_is_lost_either(make_job: Callable[..., Job]) -> None:
+    job, until, address = make_job(2, 2), 30, free_address()
+    for share in (FIRST, SECOND):
+        options = ("--coordinator", address, "--here", share, "--replicate", 1, "--restarts", 1)
+        launch(job, *options, until=until, pause=0.1 * PATIENCE, launcher=share)
+    wait_for_step(job, 0, 9, FIRST)
+    find(job, "server 1", 0, SECOND).kill()
+    began = re.findall(
+        r"attempt 1 begins at step (\d+)",
+        job.wait_for_output(FIRST, "attempt 1 begins at step "),
+    )
+    assert int(began[0]) - steps_done(said_in(job, 0, FIRST)) in (0, 1), job.outputs()
+    for share in (FIRST, SECOND):
+        assert "is saved, by the servers that are left; starting again" in job.output(share)
+    check_numbers(job, until)
 
 
 @pytest.mark.timeout(200)  # it starts five times
