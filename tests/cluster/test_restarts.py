@@ -225,6 +225,22 @@ def test_with_copies_no_step_is_lost(make_job: Callable[..., Job]) -> None:
     assert job.output(LAUNCHER).count(saved) == len(victims)
 
 
+def test_no_worker_is_answered_before_the_copy_is_made(make_job: Callable[..., Job]) -> None:
+    """Of four servers the last holds nothing of so few leaves, and is the mirror of the third."""
+    job, until = make_job(4, 1), 100
+    options = ("--partition-bytes", 1 << 16, "--replicate", 1)
+    launch(job, *options, until=until, pause=0.02 * PATIENCE)
+    wait_for_step(job, 0, 5)
+    mirror = find(job, "server 3", 0)
+    mirror.suspend()
+    time.sleep(0.5)  # for the step that it may have copied already
+    before = steps_done(said_in(job, 0))
+    time.sleep(0.5)  # there is no event for what does not happen
+    assert steps_done(said_in(job, 0)) == before < until, job.outputs()
+    mirror.resume()
+    check_numbers(job, until)
+
+
 @pytest.mark.timeout(200)
 def test_a_server_and_its_copy_lost_at_once_cost_what_came_after_the_last_checkpoint(
     make_job: Callable[..., Job],

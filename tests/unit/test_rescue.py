@@ -32,7 +32,7 @@ from jaxrdma.control import (
 from jaxrdma.coordinator import LINGER_SECONDS, ROOT_CAUSE_SECONDS
 from jaxrdma.plan import place_mirrors
 from jaxrdma.rescue import RESCUE_SECONDS, Model, Rescuer
-from tests.unit.test_coordinator import Job, proposal
+from tests.unit.test_coordinator import ALL, EVENTS, Job, Watched, proposal
 
 
 def shard(server: int) -> ShardFile:
@@ -484,3 +484,52 @@ def test_a_server_lost_while_the_last_step_is_saved_costs_nothing():
     job.lose("s1")
     job.say("s0", held((0, [7, 8]), (1, [7, 8])))
     assert job.last("s0", RescueSave) == RescueSave(0, 8, [0, 1])
+
+
+class Copied(Watched):
+    """A job with copies that notices messages to those who are gone; its servers save what they are told to."""
+
+    def check(self) -> None:
+        failure = self.membership.failure
+        assert self.first is None or failure is not None
+        if self.first is not None and failure is not None and failure.kind != "interrupted":
+            assert (failure.kind, failure.index) == (self.first.kind, self.first.index)
+            assert failure.text.startswith(self.first.text)
+        self.first = self.first or failure
+        over = self.membership.is_over(self.now)
+        assert over or self.membership.waits_for(), "it waits for nobody"
+
+    def wait(self, seconds: float, alive: str = "") -> None:
+        super().wait(seconds, alive)
+        for name in self.alive().split():
+            for message in self.got[name]:
+                match message:
+                    case Rescue():
+                        parts = [HeldPart(0, int(name[1:]), [4, 5]), HeldPart(0, 1, [5, 6])]
+                        self.run(("say", name, Held(parts)))
+                    case RescueSave():
+                        self.run(("say", name, RescueSaved(message.flow, message.step, [])))
+                    case RescueCommit():
+                        self.run(("say", name, RescueCommitted(message.flow, message.step)))
+                    case _:
+                        pass
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(EVENTS, max_size=25), st.booleans())
+def test_no_history_of_a_job_with_copies_hangs(events, begun):
+    job = Copied()
+    job.admitting = {"s0", "s1"}
+    for name in (*ALL.split(), "l0"):
+        job.join(name, settings=SETTINGS)
+    for name in ("s0", "s1"):
+        job.say(name, Admitting("127.0.0.1:1", "127.0.0.1:2"))
+    if begun:
+        for name in ("w0", "w1"):
+            job.say(name, proposal())
+        for name in ("s0", "s1"):
+            job.say(name, FlowReady(0))
+    for event in events:
+        job.run(event)
+    job.finish()
+    assert not job.membership.rescuing
