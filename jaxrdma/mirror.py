@@ -101,7 +101,8 @@ class Copier:
     ) -> None:
         self._engine = raise_for(_native.WorkerEngine.create(0, job, incarnation, **options))
         self._done = done
-        self._specs: dict[int, _native.FlowSpec] = {}
+        self._specs: dict[int, _native.FlowSpec] = {}  # by model
+        self._held: set[int] = set()  # models of which there is something to copy
         self._answers: dict[int, list[Bytes]] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="jaxrdma-copy", daemon=True)
@@ -115,15 +116,21 @@ class Copier:
         raise_for(self._engine.connect([address], [token], int(timeout * 1000)))
 
     def add(self, flow: int, part: Plan) -> None:
-        """A model of which this server holds something: `part`, by `part_plan`."""
-        spec = self._specs[flow] = flow_spec(flow, "update", part)
+        """A model, of which this server holds `part`, by `part_plan`; once there is a connection.
+
+        Copies are kept of the models with an update alone: on both sides these are numbered from 0.
+        """
+        spec = self._specs[flow] = flow_spec(len(self._specs), "update", part)
+        if part.partitions:
+            self._held.add(flow)
         self._answers[flow] = [
             np.empty(leaf.shape[0] * ITEM_BYTES[leaf.dtype], np.uint8) for leaf in part.leaves
         ]
         raise_for(self._engine.add_flow(spec))
 
     def __contains__(self, flow: int) -> bool:
-        return flow in self._specs
+        """Whether there is anything of this model to be copied."""
+        return flow in self._held
 
     def begin(self, flow: int, step: int, parameters: Sequence[Bytes]) -> None:
         """The model begins with these, of `step`."""
@@ -157,8 +164,9 @@ class Copier:
         leads_to: int,
     ) -> None:
         def run() -> None:
+            spec = self._specs[flow]
             status = self._engine.run_operation(
-                kind, flow, step, sources, self._answers[flow], self._specs[flow]
+                kind, spec.id, step, sources, self._answers[flow], spec
             )
             self._done(flow, leads_to, "" if status.ok else status.message)
 
@@ -193,6 +201,7 @@ class Keeper:
     ) -> None:
         self.server = keeps.server
         self._failed = failed
+        self._models: list[int] = []  # by their number between the two
         self._plans: dict[int, Plan] = {}
         self._updates: dict[int, ServerUpdate] = {}
         self.parts: dict[int, Part] = {}  # by model
@@ -222,11 +231,13 @@ class Keeper:
         **Raises:** `JaxRdmaError`.
         """
         with self._lock:
+            number = len(self._models)
+            self._models.append(flow)
             self._plans[flow] = part
             self._updates[flow] = ServerUpdate(program, keep_before=True)
             made = Part(self._updates[flow], lambda: self._views(flow, "parameters"))
             self.parts[flow] = made
-            raise_for(self._engine.add_flow(flow_spec(flow, "update", part)))
+            raise_for(self._engine.add_flow(flow_spec(number, "update", part)))
         return made
 
     def go_on(self, flow: int, step: int) -> None:
@@ -257,14 +268,17 @@ class Keeper:
                     if self._frozen:
                         continue
                     if event.kind == kind.INITIALISED:
-                        self._updates[event.flow].initialise(self._views(event.flow, "parameters"))
-                        self._publish(event.flow, event.step)
+                        flow = self._models[event.flow]
+                        self._updates[flow].initialise(self._views(flow, "parameters"))
+                        self._publish(flow, event.step)
                     elif event.kind == kind.STEP_READY:
-                        self._updates[event.flow].step(
-                            self._views(event.flow, "gradient"),
-                            self._views(event.flow, "parameters"),
+                        flow = self._models[event.flow]
+                        mean, params = (
+                            self._views(flow, "gradient"),
+                            self._views(flow, "parameters"),
                         )
-                        self._publish(event.flow, event.step + 1)
+                        self._updates[flow].step(mean, params)
+                        self._publish(flow, event.step + 1)
                 if event.kind == kind.VIOLATION:
                     return self._failed(event.text)
         except JaxRdmaError as error:
@@ -274,7 +288,7 @@ class Keeper:
 
     def _publish(self, flow: int, step: int) -> None:
         self.parts[flow].step = step  # before it is known to anybody
-        raise_for(self._engine.publish(flow, step))
+        raise_for(self._engine.publish(self._models.index(flow), step))
 
     def _views(self, flow: int, what: str) -> list[Any]:
-        return shard_views(self._engine, flow, self._plans[flow], what)
+        return shard_views(self._engine, self._models.index(flow), self._plans[flow], what)

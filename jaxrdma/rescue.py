@@ -200,7 +200,7 @@ class Rescuer:
         if all(each.done for each in self._saving.values()):
             self.over = True
             saved = (f"step {s.step} of model {flow}" for flow, s in sorted(self._saving.items()))
-            self.text = f"{', '.join(saved)} is saved, by the servers that are left"
+            self.text = f"the servers that are left have saved {' and '.join(saved)}"
         return []
 
     def _give_up(self, why: str) -> list[tuple[int, CoordinatorMessage]]:

@@ -492,15 +492,13 @@ class _Server:
                 self._lock_for_followers(self._locked, plan)
         raise_for(self._engine.add_flow(flow_spec(agreed.flow, agreed.mode, plan, held)))
         holds = any(p.server == self._spec.index for p in plan.partitions)
-        copy = self._prepare_copies(agreed, plan, holds) if agreed.mode == "update" else None
+        copy = self._prepare_copies(agreed, plan) if agreed.mode == "update" else None
         ready = FlowReady(agreed.flow, holds)
         if self._saver is not None and agreed.mode == "update":
             ready = self._saver.prepare(agreed, plan, self._parts[agreed.flow], copy)
         self._client.send(ready)
 
-    def _prepare_copies(
-        self, agreed: FlowAgreed, plan: Plan, holds: bool
-    ) -> "tuple[int, Part] | None":
+    def _prepare_copies(self, agreed: FlowAgreed, plan: Plan) -> "tuple[int, Part] | None":
         """With `replicate`: be a mirror of a new model, and have one. Returns whose copy is kept here, and the copy."""
         if self._keeper is None or self._copier is None:
             return None
@@ -509,8 +507,7 @@ class _Server:
             # The means are registered by the connection to the mirror too, and what comes back has its own place.
             own = shard_bytes(plan, self._spec.index, "update", 1)
             self._locked.add(f"the copies of model {agreed.flow}", kept + own)
-        if holds:
-            self._copier.add(agreed.flow, part_plan(plan, self._spec.index))
+        self._copier.add(agreed.flow, part_plan(plan, self._spec.index))
         theirs = part_plan(plan, self._keeper.server)
         return self._keeper.server, self._keeper.add(agreed.flow, theirs, agreed.mirrored or b"")
 

@@ -221,8 +221,36 @@ def test_with_copies_no_step_is_lost(make_job: Callable[..., Job]) -> None:
         recovery = kill_and_recover(job, victim, attempt, 15 * (attempt + 1) - 5)
         assert recovery.lost in (0, -1), job.outputs()
     check_numbers(job, until)
-    saved = "is saved, by the servers that are left; starting again"
-    assert job.output(LAUNCHER).count(saved) == len(victims)
+    saved = r"the servers that are left have saved step \d+ of model 0; starting again"
+    assert len(re.findall(saved, job.output(LAUNCHER))) == len(victims)
+
+
+@pytest.mark.timeout(200)
+def test_with_copies_every_model_goes_on_from_its_own_last_step(
+    make_job: Callable[..., Job],
+) -> None:
+    job, until = make_job(3, 2), 24
+    command = ["-m", "jaxrdma", "launch", "--servers", "3", "--workers", "2", "--ordered"]
+    command += ["--partition-bytes", "256", "--transport", TRANSPORT]
+    script = str(SCRIPTS / "two_models.py")
+    copies = ["--checkpoint", str(job.folder / "saved"), "--replicate", "1", "--restarts", "1"]
+    job.spawn(
+        "copies", [*command, *copies, script, str(job.folder / "a"), str(until)], dict(os.environ)
+    )
+    job.succeed(90)
+    text = job.output("copies")
+    done = re.findall(r"done (\d+) and (\d+)\n", text.partition("starting again")[0])
+    began = re.findall(r"begin at (\d+) and (\d+)\n", text)[-1]
+    for last, begin in zip(max((int(a), int(b)) for a, b in done), map(int, began), strict=True):
+        assert begin in (last, last + 1), text
+    assert re.search(r"have saved step \d+ of model 0 and step \d+ of model 2; starting", text)
+    job.spawn("whole", [*command, script, str(job.folder / "b"), str(until)], dict(os.environ))
+    job.succeed(60)
+    for worker in range(2):
+        for a, b in zip(
+            results(job.folder / "a", worker), results(job.folder / "b", worker), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_no_worker_is_answered_before_the_copy_is_made(make_job: Callable[..., Job]) -> None:
@@ -271,7 +299,7 @@ def test_on_two_machines_no_step_is_lost_either(make_job: Callable[..., Job]) ->
     )
     assert int(began[0]) - steps_done(said_in(job, 0, FIRST)) in (0, 1), job.outputs()
     for share in (FIRST, SECOND):
-        assert "is saved, by the servers that are left; starting again" in job.output(share)
+        assert "the servers that are left have saved step " in job.output(share)
     check_numbers(job, until)
 
 

@@ -17,6 +17,8 @@ from jaxrdma.mirror import Copier, Keeper, Part
 from jaxrdma.plan import Plan, part_plan
 
 PARTITION_BYTES = 256
+FLOW = 3
+EMPTY = part_plan(plan.assign_partitions([], 2, PARTITION_BYTES), 0)
 TOKEN = b"t" * _native.TOKEN_BYTES
 TCP: Any = {"transport": "tcp", "spin_us": 0, "verbs": _native.VerbsOptions(), "fault": ""}
 
@@ -52,7 +54,9 @@ class Server:
         stack.callback(self.keeper.close)
         self.copier = Copier("job", 5, TCP, lambda *told: self.done.put(told))
         stack.callback(self.copier.close)
-        self.copy = self.keeper.add(0, self.share, self.program)
+        # Models without an update, of which there are no copies, have the other numbers.
+        self.keeper.add(1, EMPTY, b"")
+        self.copy = self.keeper.add(FLOW, self.share, self.program)
         self.rng = np.random.default_rng(8)
 
     @property
@@ -61,14 +65,17 @@ class Server:
 
     def connect(self) -> "Server":
         self.copier.connect(self.keeper.address, TOKEN, 10)
-        self.copier.add(0, self.share)
+        self.copier.add(1, EMPTY)
+        self.copier.add(FLOW, self.share)
+        assert FLOW in self.copier
+        assert 1 not in self.copier
         return self
 
     def begin(self) -> "Server":
         self.update.initialise(self.params)
         self.part.step = 0
-        self.copier.begin(0, 0, self.part.parameters())
-        assert self.done.get(timeout=20) == (0, 0, "")
+        self.copier.begin(FLOW, 0, self.part.parameters())
+        assert self.done.get(timeout=20) == (FLOW, 0, "")
         return self
 
     def step(self) -> list[np.ndarray]:
@@ -76,11 +83,11 @@ class Server:
         before = [array.copy() for array in self.part.at(self.part.step)]
         # In the type in which 16-bit gradients are summed.
         mean = [self.rng.normal(size=a.size).astype(np.float32) for a in self.params]
-        self.copier.step(0, self.part.step, [array.view(np.uint8) for array in mean])
+        self.copier.step(FLOW, self.part.step, [array.view(np.uint8) for array in mean])
         self.update.step(mean, self.params)
         self.part.step += 1
         told = self.done.get(timeout=20)
-        assert told == (0, self.part.step, ""), told
+        assert told == (FLOW, self.part.step, ""), told
         return before
 
 
@@ -107,22 +114,22 @@ def test_a_copy_has_the_bits_of_the_last_two_steps(dtype: str) -> None:
                 assert part.steps() == [step - 1, step]
                 assert_same_bits(part.at(step - 1), before)
             assert_same_bits(made.copy.at(step), made.part.at(step))
-            assert made.copier.is_alike(0, made.part.parameters())
+            assert made.copier.is_alike(FLOW, made.part.parameters())
         made.params[0][0] += 1
-        assert not made.copier.is_alike(0, made.part.parameters())
+        assert not made.copier.is_alike(FLOW, made.part.parameters())
 
 
 def test_a_copy_that_was_restored_goes_on_where_it_was() -> None:
     with server() as made:
         made.update.initialise(made.params)
-        made.connect().copier.go_on(0, 41)  # once the mirror has it
+        made.connect().copier.go_on(FLOW, 41)  # once the mirror has it
         for view, array in zip(made.copy.parameters(), made.part.parameters(), strict=True):
             view[:] = array
         parts = iter([array.copy() for array in made.part.state()])
         made.copy.load_state(lambda part, view: np.copyto(view, next(parts)))
         assert made.done.empty()
-        made.keeper.go_on(0, 41)
-        assert made.done.get(timeout=20) == (0, 41, "")
+        made.keeper.go_on(FLOW, 41)
+        assert made.done.get(timeout=20) == (FLOW, 41, "")
         made.part.step = 41
         assert made.copy.steps() == [41]
         before = made.step()
@@ -137,7 +144,7 @@ def test_a_frozen_copy_stays_what_it_is() -> None:
         made.keeper.freeze()
         kept = [array.copy() for array in made.copy.at(1)]
         mean = [np.ones(a.size, np.float32).view(np.uint8) for a in made.params]
-        made.copier.step(0, 1, mean)
+        made.copier.step(FLOW, 1, mean)
         with pytest.raises(queue.Empty):
             made.done.get(timeout=0.3)
         assert made.copy.steps() == [0, 1]
@@ -149,9 +156,9 @@ def test_a_mirror_that_is_gone_is_told_with_every_step() -> None:
         made.connect().begin()
         made.keeper.close()
         mean = [np.ones(a.size, np.float32).view(np.uint8) for a in made.params]
-        made.copier.step(0, 0, mean)
+        made.copier.step(FLOW, 0, mean)
         flow, step, problem = made.done.get(timeout=20)
-        assert (flow, step) == (0, 1)
+        assert (flow, step) == (FLOW, 1)
         assert problem
 
 
@@ -167,7 +174,7 @@ def test_a_copy_that_cannot_make_a_step_says_so(monkeypatch: pytest.MonkeyPatch)
         def fail(*_: object) -> None:
             raise ValueError("no memory")
 
-        monkeypatch.setattr(made.keeper._updates[0], "step", fail)
+        monkeypatch.setattr(made.keeper._updates[FLOW], "step", fail)
         mean = [np.ones(a.size, np.float32).view(np.uint8) for a in made.params]
-        made.copier.step(0, 0, mean)
+        made.copier.step(FLOW, 0, mean)
         assert made.failed.get(timeout=20) == "ValueError: no memory"

@@ -73,7 +73,7 @@ def test_the_newest_step_that_all_hold_is_saved_and_the_lost_part_by_its_mirror(
     assert not made.over
     assert made.handle(0, RescueCommitted(0, 7)) == []
     assert made.over
-    assert made.text == "step 7 of model 0 is saved, by the servers that are left"
+    assert made.text == "the servers that are left have saved step 7 of model 0"
     assert made.waits_for() == []
 
 
@@ -116,7 +116,7 @@ def test_several_models_are_saved_each_at_its_step():
         assert not made.over
         made.handle(0, RescueCommitted(flow, step))
     assert made.over
-    assert "step 9 of model 0, step 4 of model 2 is saved" in made.text
+    assert "have saved step 9 of model 0 and step 4 of model 2" in made.text
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_a_lost_server_is_saved_by_its_mirror_before_servers_and_launchers_hear_
         job.lose(name)  # by what they were told
     save(job, "s0", 0, 1)
     assert "died" in job.failure.text
-    assert "step 7 of model 0 is saved" in job.failure.text
+    assert "have saved step 7 of model 0" in job.failure.text
     assert (job.failure.role, job.failure.index) == ("server", 1)
     for name in ("s0", "l0"):
         assert job.last(name, JobFailed) == job.failure
@@ -366,7 +366,7 @@ def test_a_lost_worker_costs_no_step_either():
         assert job.last(name, RescueSave) == RescueSave(0, 7, [part])
         job.say(name, RescueSaved(0, 7, [shard(part)]))
     job.say("s0", RescueCommitted(0, 7))
-    assert "step 7 of model 0 is saved" in job.failure.text
+    assert "have saved step 7 of model 0" in job.failure.text
 
 
 def test_a_server_that_reports_its_mirror_lost_is_none_that_is_lost():
@@ -377,7 +377,7 @@ def test_a_server_that_reports_its_mirror_lost_is_none_that_is_lost():
     job.lose("s1")
     assert (job.failure.kind, job.failure.index) == ("died", 1)
     save(job, "s0", 0, 1)
-    assert "is saved" in job.failure.text
+    assert "have saved" in job.failure.text
     # And if it does not die: the link alone is broken, all can save.
     job = replicated()
     job.say("s0", Failed("connection", "server 0 has lost its mirror, server 1: reset"))
