@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from jaxrdma.launch import FAILURE_SECONDS
 from tests.cluster.job import PATIENCE, SCRIPTS, TRANSPORT, Job, free_address
 from tests.cluster.scripts import recover
 from tests.cluster.test_checkpoint import steps_in
@@ -266,6 +267,39 @@ def test_no_worker_is_answered_before_the_copy_is_made(make_job: Callable[..., J
     time.sleep(0.5)  # there is no event for what does not happen
     assert steps_done(said_in(job, 0)) == before < until, job.outputs()
     mirror.resume()
+    check_numbers(job, until)
+
+
+@pytest.mark.parametrize("policy", ["async", "sync:1", "bounded:1", "sync:2:shrink", "average"])
+def test_what_no_copy_helps_is_refused_with_what_to_do_instead(
+    make_job: Callable[..., Job], policy: str
+) -> None:
+    job = make_job(2, 2, replicate=1, checkpoint="saved")
+    if policy == "average":
+        job.start("train.py", job.folder / "out", "adam", 5, "average")
+    else:
+        job.start("policies.py", policy, 5)
+    job.wait_for_output("coordinator", "the job failed")
+    assert 0 not in job.wait(30).values()
+    text = job.output("worker 0") + job.output("worker 1")
+    assert "ConfigError: replicate=1 with " in text
+    assert "JAXRDMA_REPLICATE=0" in text
+
+
+@pytest.mark.timeout(200)
+def test_servers_that_save_for_long_are_not_stopped(make_job: Callable[..., Job]) -> None:
+    job, until = make_job(2, 2), 60
+    launch(job, "--replicate", 1, "--restarts", 1, until=until, pause=0.05 * PATIENCE)
+    wait_for_step(job, 0, 5)
+    survivor = find(job, "server 0", 0)
+    survivor.suspend()
+    find(job, "server 1", 0).kill()
+    time.sleep(FAILURE_SECONDS + 1.5)  # as long as it may take, and more, where nothing is saved
+    assert "starting again" not in job.output(LAUNCHER)
+    survivor.resume()
+    text = job.wait_for_output(LAUNCHER, "attempt 1 begins at step ")
+    assert "the servers that are left have saved step " in text
+    assert f"attempt 1 begins at step {steps_done(said_in(job, 0))}\n" in text
     check_numbers(job, until)
 
 

@@ -749,6 +749,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launch, scripts):
 
 HERE = ("launch", "--coordinator", "127.0.0.1:7", "--here")
 NEVER = ("launch", "--checkpoint", "d", "--checkpoint-restore", "never")
+COPIES = ("launch", "--servers", "2", "--replicate", "1")
 
 
 @pytest.mark.parametrize(
@@ -762,6 +763,9 @@ NEVER = ("launch", "--checkpoint", "d", "--checkpoint-restore", "never")
         (["launch", "--restarts", "-1", __file__], "--restarts -1: expected at least 0"),
         (["launch", "--worker-restarts", "-1", __file__], "--worker-restarts -1: expected at"),
         ([*NEVER, "--restarts", "1", __file__], "Give --checkpoint another folder"),
+        (["launch", "--replicate", "1", __file__], "replicate=1 needs at least 2 servers"),
+        ([*COPIES, __file__], "what they hold: set JAXRDMA_CHECKPOINT too"),
+        ([*COPIES, *NEVER[1:], __file__], "replicate=1 with checkpoint_restore never"),
         (["launch", "--here", "worker:0", __file__], "--here needs --coordinator HOST:PORT"),
         (["launch", "--coordinator", "127.0.0.1:7", __file__], "--coordinator needs --here"),
         (["launch", "--listen", "127.0.0.1", __file__], "--listen is for a job on several"),
