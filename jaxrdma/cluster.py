@@ -86,6 +86,33 @@ _VERBS_BOUNDS: dict[str, tuple[float, float]] = {
     "link_timeout": (0, 86400),
 }
 
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files with which a process speaks TLS: its certificate, that one's key, and the CA of everybody's."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+def tls_files(settings: Mapping[str, Any]) -> TlsFiles | None:
+    """What `tls_cert`, `tls_key` and `tls_ca` in `settings` name; `None` if nothing.
+
+    **Raises:** `ConfigError` if only some of them are there.
+    """
+    files = {name: settings.get(f"tls_{name}") for name in ("cert", "key", "ca")}
+    missing = [f"JAXRDMA_TLS_{name.upper()}" for name, path in files.items() if not path]
+    if len(missing) == len(files):
+        return None
+    if missing:
+        given = [f"JAXRDMA_TLS_{name.upper()}={path}" for name, path in files.items() if path]
+        raise ConfigError(
+            f"{' and '.join(given)} without {' and '.join(missing)}: expected all three, to speak TLS, or none"
+        )
+    return TlsFiles(**cast(dict[str, str], files))
+
+
 # Signs of life of who rests are half of it apart, and cost the more the shorter it is.
 HEARTBEAT_TIMEOUT = 15.0
 # Nobody looks at a warning sooner. And who evaluates for longer than the deadline while others wait may raise it.
@@ -103,6 +130,9 @@ class ClusterSpec:
     - `role`, `index`: who this process is; indices count from 0 within a role.
     - `num_workers`, `num_servers`: the size of the job. A follower is told all of these when it comes.
     - `secret`: shared by the processes of a job. May be empty on loopback only.
+    - `tls_cert`, `tls_key`, `tls_ca`: PEM files: this process's certificate, its key, and the CA that all certificates
+      of the job are of. With them the control plane speaks TLS, and both sides ask for the other's certificate. All
+      three or none.
     - `job`: the job's name, so that two jobs never mix.
     - `attempt`: which start of the job this is, from 0; processes of two attempts never mix.
     - `transport`: "tcp", "verbs", or "auto": verbs if every process of the job can, else tcp.
@@ -136,6 +166,9 @@ class ClusterSpec:
     num_workers: int
     num_servers: int
     secret: str = field(default="", repr=False)
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
     job: str = "jaxrdma"
     attempt: int = 0
     transport: str = "auto"
@@ -195,8 +228,14 @@ class ClusterSpec:
             )
         if self.metrics is not None:
             metrics_address(self.metrics)
+        tls_files(vars(self))
         self._check_checkpoint()
         self._check_replicate()
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files to speak TLS with; `None`: the control plane does not."""
+        return tls_files(vars(self))
 
     @property
     def own_fault(self) -> str:
@@ -506,6 +545,9 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "num_workers": (int, _WHOLE),
     "num_servers": (int, _WHOLE),
     "secret": (str, "a text"),
+    "tls_cert": (str, "a file"),
+    "tls_key": (str, "a file"),
+    "tls_ca": (str, "a file"),
     "job": (str, "a name"),
     "attempt": (int, _WHOLE),
     "transport": (str, "auto, tcp or verbs"),

@@ -30,7 +30,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 
 from jaxrdma.clocks import Offset
-from jaxrdma.cluster import ClusterSpec, parse_address
+from jaxrdma.cluster import ClusterSpec, TlsFiles, parse_address
 from jaxrdma.dump import Dump
 from jaxrdma.errors import (
     CancelledError,
@@ -44,6 +44,7 @@ from jaxrdma.errors import (
     UpdateError,
 )
 from jaxrdma.policy import Wire
+from jaxrdma.tls import ALL_OR_NONE, Identity, TlsError, speaks_tls
 
 T = TypeVar("T")
 
@@ -917,6 +918,8 @@ class ControlClient:
       same cable.
 
     **Attributes:** `clock`: how far the coordinator's is ahead, by its answers to heartbeats.
+
+    **Raises:** `ConfigError` if it cannot speak TLS with the files that `spec` names.
     """
 
     def __init__(
@@ -953,6 +956,7 @@ class ControlClient:
             settings=spec.shared_settings(),
             attempt=spec.attempt,
         )
+        self._identity = None if spec.tls is None else Identity(spec.tls, self._who())
         # Guards everything below; notified whenever something arrived or the stream ended.
         self._condition = threading.Condition()
         self._stream: _Stream | None = None
@@ -1008,8 +1012,8 @@ class ControlClient:
 
         **Returns:** the time at which `connect_timeout` will be over, as `time.monotonic` gives it.
 
-        **Raises:** `ConnectError` after `connect_timeout` seconds, or if the coordinator refused; `MismatchError` if it
-        refused for a version or setting.
+        **Raises:** `ConnectError` after `connect_timeout` seconds, or if the coordinator refused, or the two cannot
+        speak TLS; `MismatchError` if it refused for a version or setting.
         """
         begin = time.monotonic()
         deadline = begin + self._spec.connect_timeout
@@ -1139,12 +1143,16 @@ class ControlClient:
         """One attempt. None once welcomed, else what was wrong. Raises if refused: trying again would not help."""
         try:
             target = _probe(
-                self._spec.coordinator, min(_PROBE_SECONDS, max(0.1, deadline - time.monotonic()))
+                self._spec.coordinator,
+                min(_PROBE_SECONDS, max(0.1, deadline - time.monotonic())),
+                self._identity,
             )
+        except TlsError as error:
+            raise self._cannot_speak(str(error)) from None
         except OSError as error:
             return _describe(error)
         self._hello = msgspec.structs.replace(self._hello, offer=self._offer())
-        stream = _Stream(target, self._spec.secret)
+        stream = _Stream(target, self._spec.secret, self._spec.coordinator, self._identity)
         with self._condition:
             self._stream = stream
             self._refusal = None
@@ -1175,9 +1183,16 @@ class ControlClient:
                 if refusal.kind in ("version", "settings")
                 else ConnectError(text)
             )
+        if ended and self._identity is None and _expects_tls(self._spec.coordinator):
+            raise self._cannot_speak(f"it expects TLS, and {self._who()} has none. {ALL_OR_NONE}")
         if ended:
             return f"the connection ended before an answer ({stream.reason or 'no reason given'})"
         return "its port is open, but nothing answers like a coordinator of jaxrdma"
+
+    def _cannot_speak(self, why: str) -> ConnectError:
+        return ConnectError(
+            f"{self._who()} and the coordinator at {self._spec.coordinator} cannot speak with each other: {why}."
+        )
 
     def _receive(self, stream: "_Stream", data: bytes) -> None:
         message = decode_coordinator(data)
@@ -1310,7 +1325,9 @@ class ControlClient:
             stream.drop_in_child()
 
 
-def observe(coordinator: str, secret: str, job: str, timeout: float) -> JobStatus:
+def observe(
+    coordinator: str, secret: str, job: str, timeout: float, tls: TlsFiles | None = None
+) -> JobStatus:
     """Ask a job how it is.
 
     **Arguments:**
@@ -1318,10 +1335,12 @@ def observe(coordinator: str, secret: str, job: str, timeout: float) -> JobStatu
     - `coordinator`: "host:port".
     - `secret`, `job`: as its processes have them.
     - `timeout`: seconds for the whole.
+    - `tls`: the files to speak TLS with, if its processes do.
 
-    **Raises:** `ConnectError` if nobody answers in time, or the coordinator refuses.
+    **Raises:** `ConnectError` if nobody answers in time, or the coordinator refuses; `ConfigError` if the files of
+    `tls` cannot be used.
     """
-    with _asking("observer", 0, coordinator, secret, job, timeout) as answers:
+    with _asking("observer", 0, coordinator, secret, job, timeout, tls) as answers:
         answer = next(answers)
     if isinstance(answer, JobStatus):
         return answer
@@ -1329,7 +1348,12 @@ def observe(coordinator: str, secret: str, job: str, timeout: float) -> JobStatu
 
 
 def collect_traces(
-    coordinator: str, secret: str, job: str, timeout: float, steps: int
+    coordinator: str,
+    secret: str,
+    job: str,
+    timeout: float,
+    steps: int,
+    tls: TlsFiles | None = None,
 ) -> tuple[list[Dump], list[str]]:
     """Ask every worker and server of a job what it recorded of its last `steps` steps; 0: all that it has.
 
@@ -1339,7 +1363,7 @@ def collect_traces(
 
     **Raises:** as `observe`.
     """
-    with _asking("tracer", steps, coordinator, secret, job, timeout) as answers:
+    with _asking("tracer", steps, coordinator, secret, job, timeout, tls) as answers:
         begin = next(answers)
         if not isinstance(begin, Tracing):
             raise _told_otherwise(coordinator, begin)
@@ -1360,13 +1384,24 @@ def _told_otherwise(coordinator: str, answer: CoordinatorMessage) -> ConnectErro
 
 @contextlib.contextmanager
 def _asking(
-    role: str, index: int, coordinator: str, secret: str, job: str, timeout: float
+    role: str,
+    index: int,
+    coordinator: str,
+    secret: str,
+    job: str,
+    timeout: float,
+    tls: TlsFiles | None,
 ) -> "Generator[Iterator[CoordinatorMessage], None, None]":
     """The answers to a hello of somebody who has no part in the job. Each, or its lack, may raise `ConnectError`."""
     begin = time.monotonic()
     who = f"the coordinator at {coordinator}"
+    identity = None if tls is None else Identity(tls, f"this {role}")
     try:
-        target = _probe(coordinator, timeout)
+        target = _probe(coordinator, timeout, identity)
+    except TlsError as error:
+        raise ConnectError(
+            f"this {role} and {who} cannot speak with each other: {error}."
+        ) from None
     except OSError as error:
         raise ConnectError(
             f"{who} cannot be reached: {_describe(error)}. Has the job ended? Is that its address?"
@@ -1394,14 +1429,18 @@ def _asking(
             while True:
                 yield decode_coordinator(next(call))
         except grpc.RpcError as error:
+            if identity is None and _expects_tls(coordinator):
+                raise ConnectError(
+                    f"this {role} and {who} cannot speak with each other: it expects TLS, and this {role} has none. "
+                    f"{ALL_OR_NONE}."
+                ) from None
             raise ConnectError(f"{who} did not answer: {cast(Any, error).details()}") from None
         except (StopIteration, msgspec.MsgspecError) as error:
             raise ConnectError(
                 f"{who} answers like no coordinator of jaxrdma {VERSION}: {error}"
             ) from None
 
-    # gRPC's Python package has no type information.
-    with cast(Any, grpc).insecure_channel(target, options=GRPC_OPTIONS) as channel:
+    with _channel(cast(Any, grpc), target, coordinator, identity) as channel:
         try:
             yield hear(
                 channel.stream_stream(METHOD)(ask(), timeout=left, metadata=_metadata(secret))
@@ -1453,12 +1492,16 @@ class _Stream:
     gRPC's blocking calls would do, but look ten times a second whether they have something to do.
     """
 
-    def __init__(self, target: str, secret: str) -> None:
+    def __init__(
+        self, target: str, secret: str, coordinator: str, identity: Identity | None
+    ) -> None:
         self.ended = False
         self.reason = ""
         self.reader: threading.Thread | None = None
         self._target = target
         self._secret = secret
+        self._coordinator = coordinator
+        self._identity = identity
         # Guards the next three: other threads hand over what they have before the loop runs and while it does.
         self._lock = threading.Lock()
         self._early: list[bytes | None] | None = []
@@ -1489,8 +1532,8 @@ class _Stream:
         self.reader.start()
 
     async def _attend(self, receive: "Callable[[_Stream, bytes], None]") -> None:
-        async with cast(Any, grpc).aio.insecure_channel(
-            self._target, options=GRPC_OPTIONS
+        async with _channel(
+            cast(Any, grpc).aio, self._target, self._coordinator, self._identity
         ) as channel:
             self._call = channel.stream_stream(METHOD)(metadata=_metadata(self._secret))
             with self._lock:
@@ -1564,14 +1607,42 @@ def _metadata(secret: str) -> tuple[tuple[str, bytes], ...]:
     return ((SECRET_KEY, secret.encode()),)
 
 
-def _probe(address: str, timeout: float) -> str:
+def _channel(maker: Any, target: str, coordinator: str, identity: Identity | None) -> Any:
+    """A channel to `target`, of gRPC or its part aio: `maker`. Neither has type information."""
+    if identity is None:
+        return maker.insecure_channel(target, options=GRPC_OPTIONS)
+    credentials = cast(Any, grpc).ssl_channel_credentials(identity.ca, identity.key, identity.cert)
+    # The certificate is for who the coordinator is known as, not for what that resolves to.
+    name = ("grpc.ssl_target_name_override", _host(coordinator))
+    return maker.secure_channel(target, credentials, options=(*GRPC_OPTIONS, name))
+
+
+def _probe(address: str, timeout: float, identity: Identity | None) -> str:
     """The address that a connection to `address` really reaches, as gRPC writes it. OSError says why it cannot.
 
-    A plain socket first, because its errors name the errno; and gRPC is then given no name to resolve.
+    A plain socket first, because its errors name the errno; and gRPC is then given no name to resolve. Then a handshake
+    of TLS, with `identity`, because `TlsError` says why there can be none.
     """
     with socket.create_connection(parse_address(address, "coordinator"), timeout) as sock:
         host, port = sock.getpeername()[:2]
-        return f"ipv6:[{host}]:{port}" if sock.family == socket.AF_INET6 else f"ipv4:{host}:{port}"
+        family = sock.family
+    if identity is not None:
+        identity.greet(lambda: socket.create_connection((host, port), timeout), _host(address))
+    return f"ipv6:[{host}]:{port}" if family == socket.AF_INET6 else f"ipv4:{host}:{port}"
+
+
+def _expects_tls(address: str) -> bool:
+    """Whether the coordinator speaks TLS, asked for the reason why it does not speak otherwise."""
+    where = parse_address(address, "coordinator")
+    try:
+        return speaks_tls(lambda: socket.create_connection(where, _PROBE_SECONDS))
+    except OSError:
+        return False
+
+
+def _host(address: str) -> str:
+    """As certificates name it, and gRPC compares: without the brackets, and the link, of an IPv6 address."""
+    return parse_address(address, "coordinator")[0].partition("%")[0]
 
 
 def _describe(error: OSError) -> str:

@@ -34,6 +34,7 @@ from jaxrdma.cluster import (
     ROLES,
     STALL_WARNING,
     STEP_TIMEOUT,
+    TlsFiles,
     check_listen,
     format_address,
     parse_address,
@@ -106,6 +107,7 @@ from jaxrdma.rescue import RESCUE_SECONDS, Model, Rescuer
 from jaxrdma.restarts import is_lasting
 from jaxrdma.savepoints import LAST_SAVE_SECONDS, Answer, Orders, Savepoints, Seldom
 from jaxrdma.stalls import explain
+from jaxrdma.tls import Identity
 
 import grpc  # isort: skip  # after control, which tells it to be quiet
 import grpc.aio  # isort: skip
@@ -1695,6 +1697,7 @@ class Coordinator:
     - `on_lost`: called for each process whose loss the job bears.
     - `on_rescue`: called once, with the most seconds that may take, when the job has failed and the servers that are
       left save what they hold. `on_failure` follows.
+    - `identity`: what it speaks TLS with, and asks everybody for. `None`: it does not.
     """
 
     def __init__(
@@ -1706,6 +1709,7 @@ class Coordinator:
         on_saving: Callable[[float], None] = lambda seconds: None,
         on_lost: Callable[[MemberLost], None] = lambda lost: None,
         on_rescue: Callable[[float], None] = lambda seconds: None,
+        identity: Identity | None = None,
     ) -> None:
         self._membership = membership
         self._listen = listen
@@ -1714,6 +1718,7 @@ class Coordinator:
         self._on_saving = on_saving
         self._on_lost = on_lost
         self._on_rescue = on_rescue
+        self._identity = identity
         self._told_saving = self._told_rescue = False
         self._queues: dict[int, asyncio.Queue[CoordinatorMessage | None]] = {}
         self._next_id = 0
@@ -1736,7 +1741,7 @@ class Coordinator:
             (cast(Any, grpc).method_handlers_generic_handler(service, {method: handler}),)
         )
         try:
-            taken: int = self._server.add_insecure_port(self._listen)
+            taken: int = self._open_port()
         except RuntimeError:
             taken = 0
         if taken == 0:
@@ -1746,6 +1751,16 @@ class Coordinator:
         await self._server.start()
         self._membership.address = format_address(host, taken)
         return self._membership.address
+
+    def _open_port(self) -> int:
+        """The port's number; 0, or `RuntimeError`, if it cannot be had."""
+        identity = self._identity
+        if identity is None:
+            return self._server.add_insecure_port(self._listen)
+        credentials = cast(Any, grpc).ssl_server_credentials(
+            [(identity.key, identity.cert)], identity.ca, require_client_auth=True
+        )
+        return self._server.add_secure_port(self._listen, credentials)
 
     async def run(self) -> JobFailed | None:
         """Until the job is over. Returns why it failed, or None."""
@@ -1914,6 +1929,7 @@ def run_coordinator(
     on_rescue: Callable[[float], None] = lambda seconds: None,
     say: Callable[[str], None] = control.say_on_stderr,
     metrics: tuple[str, int] | None = None,
+    tls: TlsFiles | None = None,
 ) -> int:
     """Coordinate one job, to its end.
 
@@ -1923,12 +1939,14 @@ def run_coordinator(
     - `report`: called with the address once the port is open.
     - `on_failure`, `on_saving`, `on_lost`, `on_rescue`: as of `Coordinator`.
     - `metrics`: host and port at which Prometheus is told the job's numbers. `None`: nowhere.
+    - `tls`: the files to speak TLS with; who has no certificate of their CA is not let in. `None`: without.
 
     **Returns:** the exit code: 0 if all workers left and all servers ended, 1 if the job failed, 128+n on signal n.
 
     **Raises:** `ConfigError`.
     """
     check_listen(listen, secret)
+    identity = None if tls is None else Identity(tls, f"the coordinator at {listen}", serves=True)
 
     async def main() -> int:
         membership = Membership(
@@ -1949,6 +1967,7 @@ def run_coordinator(
             on_failure(failure)
 
         coordinator = Coordinator(membership, listen, say, failed, on_saving, on_lost, on_rescue)
+        coordinator = Coordinator(membership, listen, say, failed, on_saving, on_lost, identity)
         code = 1
 
         def stop(number: signal.Signals) -> None:

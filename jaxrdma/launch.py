@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from jaxrdma.cluster import ROLES, ClusterSpec
+from jaxrdma.cluster import ROLES, ClusterSpec, parse_address
 from jaxrdma.hosts import Share, check_place
 from jaxrdma.restarts import Ending, Loss, judge, judge_worker
 from jaxrdma.signals import do_nothing, signal_main_thread, signal_together
@@ -80,8 +80,20 @@ def launch(plan: LaunchPlan) -> int:
     spec = _job_spec(plan, 0)
     if plan.share is not None:
         check_place(plan.share, spec.coordinator, spec.secret)
+    if spec.tls is not None:
+        _check_tls(plan, spec)
     with _Warden() as warden:
         return _Launcher(plan, warden).run()
+
+
+def _check_tls(plan: LaunchPlan, spec: ClusterSpec) -> None:
+    from jaxrdma.tls import Identity  # few need it
+
+    assert spec.tls is not None
+    Identity(spec.tls, "launcher")
+    if plan.share is None or plan.share.coordinator:
+        host, _ = parse_address(spec.coordinator, "coordinator")
+        Identity(spec.tls, "launcher", serves=True, named=host.partition("%")[0])
 
 
 def _job_spec(plan: LaunchPlan, attempt: int) -> ClusterSpec:

@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrdma.cluster import ClusterSpec
+from jaxrdma.cluster import ClusterSpec, jaxrdma_settings
 from jaxrdma.errors import ConnectError
 from jaxrdma.launch import coordinator_environment, server_environment, worker_environment
 
@@ -36,7 +36,7 @@ def local_cluster(
 
     - `servers`, `workers`: how many of each.
     - `command`: what the other workers' interpreters are given: `["script.py", "arg"]`. Needed if `workers` > 1.
-    - `settings`: other fields of `ClusterSpec`.
+    - `settings`: other fields of `ClusterSpec`. Those of TLS come from the environment, as the caller's do.
 
     **Returns:** at entry, the arguments for `connect`. At exit everybody is waited for, and ended if need be.
 
@@ -51,6 +51,7 @@ def local_cluster(
         "num_servers": servers,
         "secret": secrets.token_hex(16),
         "job": f"local-{secrets.token_hex(4)}",
+        **{k: v for k, v in jaxrdma_settings(os.environ).items() if k.startswith("tls_")},
         **settings,
     }
     # Whatever cannot be is found before anything runs.

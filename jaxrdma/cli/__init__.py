@@ -17,6 +17,8 @@ from jaxrdma.errors import ConfigError, JaxRdmaError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from jaxrdma.cluster import TlsFiles
+
 # name: (module, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("jaxrdma.cli.launch", "start servers and workers of a script on this machine"),
@@ -104,12 +106,15 @@ def read_secret(path: str | None) -> str | None:
     return secret
 
 
-def job_asked(args: argparse.Namespace, which: str) -> tuple[str, str, str]:
-    """The coordinator's address, the secret and the name of the job that a command is to ask, by option or environment.
+def job_asked(
+    args: argparse.Namespace, which: str
+) -> "tuple[tuple[str, str, str], TlsFiles | None]":
+    """The job that a command is to ask, by option or environment: the coordinator's address, the secret, the name; and
+    the files to speak TLS with.
 
     **Raises:** `ConfigError`, with `which` to do, if no coordinator is named; as `read_secret`.
     """
-    from jaxrdma.cluster import jaxrdma_settings, parse_address
+    from jaxrdma.cluster import jaxrdma_settings, parse_address, tls_files
 
     given = {
         "coordinator": args.coordinator,
@@ -121,4 +126,5 @@ def job_asked(args: argparse.Namespace, which: str) -> tuple[str, str, str]:
     if not coordinator:
         raise ConfigError(f"which job? Give {which}, or JAXRDMA_COORDINATOR.")
     parse_address(coordinator, "coordinator")
-    return coordinator, values.get("secret", ""), values.get("job", "jaxrdma")
+    job = (coordinator, values.get("secret", ""), values.get("job", "jaxrdma"))
+    return job, tls_files(values)

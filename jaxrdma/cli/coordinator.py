@@ -13,6 +13,7 @@ from jaxrdma.cluster import (
     STEP_TIMEOUT,
     jaxrdma_settings,
     metrics_address,
+    tls_files,
 )
 from jaxrdma.control import JobFailed
 from jaxrdma.coordinator import run_coordinator
@@ -26,7 +27,8 @@ EPILOG = f"""examples:
 
 The secret comes from JAXRDMA_SECRET or a file, never from the command line, which others can read. Beyond loopback it
 must be there. JAXRDMA_JOB, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_STALL_WARNING and
-JAXRDMA_STEP_TIMEOUT are read as well.
+JAXRDMA_STEP_TIMEOUT are read as well. With JAXRDMA_TLS_CERT, JAXRDMA_TLS_KEY and JAXRDMA_TLS_CA it speaks TLS, and lets
+in who has a certificate of that CA. Its own must name the host, or IP address, by which the others know it.
 
 {EXIT_CODES}"""
 
@@ -107,4 +109,5 @@ def run(args: argparse.Namespace) -> int:
         on_lost=lambda lost: report(lost_fact(lost)),
         on_rescue=lambda seconds: report({"rescuing": seconds}),
         metrics=metrics_address(values["metrics"]) if "metrics" in values else None,
+        tls=tls_files(values),
     )

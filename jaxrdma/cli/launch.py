@@ -32,8 +32,11 @@ Output lines carry the name of the process they come from. Standard input is emp
 first; nothing is left 3 seconds later. If one process fails, the others have 5 seconds to tell their own side of it.
 Of the environment, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_STALL_WARNING, JAXRDMA_STEP_TIMEOUT,
 JAXRDMA_PARTITION_BYTES, JAXRDMA_ORDERED, JAXRDMA_TRANSPORT, JAXRDMA_SPIN_US, JAXRDMA_CHECKPOINT (_STEPS, _SECONDS,
-_KEEP, _RESTORE), JAXRDMA_REPLICATE and the settings of verbs (JAXRDMA_DEVICE, JAXRDMA_LINK_TIMEOUT, ...) reach every
-process. Servers never see a GPU.
+_KEEP, _RESTORE), JAXRDMA_REPLICATE, the settings of TLS (JAXRDMA_TLS_CERT, _KEY, _CA) and of verbs (JAXRDMA_DEVICE,
+JAXRDMA_LINK_TIMEOUT, ...) reach every process. Servers never see a GPU.
+
+With TLS all processes of one machine show the same certificate. On one machine it must name 127.0.0.1, where the
+coordinator is then; on several, that of the coordinator's machine names the host of --coordinator.
 
 With --checkpoint the same command, given again after whatever ended the job, goes on from the last checkpoint, also
 with another number of servers. All servers need one folder: on several machines, on a network file system.
@@ -171,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     }
     several = args.coordinator is not None or args.here is not None
     passed_on = [*given, "connect_timeout", "heartbeat_timeout", "stall_warning", "step_timeout"]
-    passed_on += ["spin_us"]
+    passed_on += ["spin_us", "tls_cert", "tls_key", "tls_ca"]
     if several:
         given["secret"] = read_secret(args.secret_file)
         passed_on += ["secret", "job"]

@@ -16,7 +16,8 @@ EPILOG = f"""examples:
 
 What is not given is read from JAXRDMA_COORDINATOR, JAXRDMA_INDEX and so on, or from TF_CONFIG; JAXRDMA_CHECKPOINT and
 what belongs to it, alike on every server, say where and when checkpoints are saved. The secret comes from
-JAXRDMA_SECRET or a file, never from the command line, which others can read. Beyond loopback it must be there.
+JAXRDMA_SECRET or a file, never from the command line, which others can read. Beyond loopback it must be there. With
+JAXRDMA_TLS_CERT, JAXRDMA_TLS_KEY and JAXRDMA_TLS_CA it speaks TLS with the coordinator.
 
 {EXIT_CODES}"""
 

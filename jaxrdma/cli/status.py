@@ -31,8 +31,9 @@ EPILOG = """examples:
   JAXRDMA_SECRET=... jaxrdma status --coordinator 10.0.0.1:7000 --json | jq '.processes[].step'
 
 From any machine that reaches the coordinator, with the job's secret (JAXRDMA_SECRET or --secret-file) and name
-(JAXRDMA_JOB). The coordinator alone is asked, and no step waits for it. Of a job that `jaxrdma launch` started without
---coordinator, only its own processes know the address and the secret.
+(JAXRDMA_JOB), and, where it speaks TLS, with JAXRDMA_TLS_CERT, JAXRDMA_TLS_KEY and JAXRDMA_TLS_CA. The coordinator
+alone is asked, and no step waits for it. Of a job that `jaxrdma launch` started without --coordinator, only its own
+processes know the address and the secret.
 
 Times and rates are those of the last heartbeats, which are 1 s apart while something changes and else 7.5.
 
@@ -62,12 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, show, and perhaps again."""
-    job = job_asked(args, "--coordinator")
+    job, tls = job_asked(args, "--coordinator")
     if args.watch is not None and not 0 < args.watch < float("inf"):
         raise ConfigError(f"--watch {args.watch:g}: expected a number of seconds above 0")
 
     def ask() -> JobStatus:
-        return observe(*job, _TIMEOUT_SECONDS)
+        return observe(*job, _TIMEOUT_SECONDS, tls)
 
     status = ask()
     if args.watch is not None:

@@ -30,8 +30,9 @@ EPILOG = """examples:
 
 Every process remembers the last few thousand things that happened to partitions. Of a job that runs they are asked for
 from any machine that reaches the coordinator, with the job's secret (JAXRDMA_SECRET or --secret-file) and name
-(JAXRDMA_JOB); no step waits for it. With JAXRDMA_TRACE_DIR set, workers and servers write them to files in that folder
-on SIGUSR1, and when they or the job fail.
+(JAXRDMA_JOB), and, where it speaks TLS, with JAXRDMA_TLS_CERT, JAXRDMA_TLS_KEY and JAXRDMA_TLS_CA; no step waits for
+it. With JAXRDMA_TRACE_DIR set, workers and servers write them to files in that folder on SIGUSR1, and when they or the
+job fail.
 
 --out writes Chrome trace events: open the file at https://ui.perfetto.dev, which keeps it on your machine. Times of
 different machines are brought onto the coordinator's clock.
@@ -100,8 +101,8 @@ def _collect(args: argparse.Namespace) -> tuple[list[Dump], list[str]]:
             for dump in read_folder(Path(args.folder))
         ]
         return dumps, []
-    job = job_asked(args, "a folder with its files, or --coordinator")
-    dumps, missing = collect_traces(*job, _TIMEOUT_SECONDS, args.steps + 1)
+    job, tls = job_asked(args, "a folder with its files, or --coordinator")
+    dumps, missing = collect_traces(*job, _TIMEOUT_SECONDS, args.steps + 1, tls)
     return latest(dumps), missing
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxrdma.cluster import (
     ClusterSpec,
+    TlsFiles,
     VerbsSettings,
     check_listen,
     format_address,
@@ -16,6 +17,7 @@ from jaxrdma.cluster import (
     jaxrdma_settings,
     parse_address,
     tf_config_settings,
+    tls_files,
 )
 from jaxrdma.errors import ConfigError
 
@@ -131,6 +133,9 @@ def test_the_secret_is_never_shown():
         num_servers=st.integers(4, 9),
         secret=st.text("abc123", max_size=8),
         job=st.text("xyz", min_size=1, max_size=8),
+        tls_cert=st.sampled_from(["/etc/tls/own.pem", "own certificate.pem"]),
+        tls_key=st.just("own.key"),
+        tls_ca=st.just("ca.pem"),
         transport=st.sampled_from(["auto", "tcp", "verbs"]),
         verbs=st.builds(
             VerbsSettings,
@@ -156,6 +161,25 @@ def test_the_secret_is_never_shown():
 )
 def test_a_spec_survives_the_environment(spec):
     assert ClusterSpec.from_environment(spec.to_environment()) == spec
+
+
+def test_tls_is_all_of_its_files_or_none():
+    assert ClusterSpec.from_environment(ENV).tls is None
+    files = {"JAXRDMA_TLS_CERT": "a.pem", "JAXRDMA_TLS_KEY": "a.key", "JAXRDMA_TLS_CA": "ca.pem"}
+    assert ClusterSpec.from_environment(ENV | files).tls == TlsFiles("a.pem", "a.key", "ca.pem")
+    for missing in files:
+        rest = {name: path for name, path in files.items() if name != missing}
+        told = " and ".join(f"{name}={path}" for name, path in rest.items())
+        text = re.escape(f"{told} without {missing}: expected all three, to speak TLS, or none")
+        with pytest.raises(ConfigError, match=text):
+            ClusterSpec.from_environment(ENV | rest)
+        # Commands that ask a job have no spec.
+        with pytest.raises(ConfigError, match=text):
+            tls_files(jaxrdma_settings(rest))
+    with pytest.raises(
+        ConfigError, match="JAXRDMA_TLS_CRT does not exist; did you mean JAXRDMA_TLS_C"
+    ):
+        jaxrdma_settings({"JAXRDMA_TLS_CRT": "a.pem"})
 
 
 def test_devices_are_named_with_commas_between():
