@@ -4,6 +4,8 @@ gRPC does the TLS of the job; it tells no more of a handshake that failed than t
 here when a process starts, and a handshake of our own goes ahead of gRPC's.
 """
 
+import base64
+import re
 import socket
 import ssl
 import time
@@ -21,12 +23,20 @@ _NOT_FOR_THIS = 26
 _OTHER_NAME = (62, 64)
 _NO_CHECK_TIME = 0x200000
 
+# Keys that OpenSSL takes, and gRPC's BoringSSL turns away from a client: how they are called, by their name in ASN.1.
+_NOT_OF_GRPC = {
+    bytes.fromhex("06032b6570"): "Ed25519",
+    bytes.fromhex("06032b6571"): "Ed448",
+    bytes.fromhex("06052b81040023"): "ECDSA on P-521",
+}
+
 _HANDSHAKE, _ALERT = 0x16, 0x15  # how a record of TLS begins that answers a hello
 # gRPC closes the connection of who has no certificate that it takes, mostly without a word. So does a process that just
 # ends; it does not do so again and again.
 _TURNED_AWAY = 3
 _AGAIN_SECONDS = 0.2
 
+_KEYS = "Expected a private key in PEM: RSA of 2048 bits or more, or ECDSA on P-256 or P-384"
 ALL_OR_NONE = "Set JAXRDMA_TLS_CERT, JAXRDMA_TLS_KEY and JAXRDMA_TLS_CA on every process of the job, or on none"
 
 
@@ -58,6 +68,8 @@ class Identity:
         self.key = _read("KEY", files.key, "PRIVATE KEY", who)
         self.ca = _read("CA", files.ca, "CERTIFICATE", who)
         self._check_key(who)
+        # Made once: the files may be replaced, or gone, when a coordinator comes at last.
+        self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
         self._check_certificate(who, serves, named)
 
     def greet(self, connect: Callable[[], socket.socket], host: str) -> None:
@@ -85,8 +97,7 @@ class Identity:
 
     def _greet_once(self, connect: Callable[[], socket.socket], host: str) -> bool:
         """Whether the other side takes our certificate: it speaks once it has seen it."""
-        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        with connect() as plain, context.wrap_socket(plain, server_hostname=host) as sock:
+        with connect() as plain, self._client.wrap_socket(plain, server_hostname=host) as sock:
             try:
                 return bool(sock.recv(1))
             except (ssl.SSLEOFError, ConnectionError):
@@ -117,7 +128,7 @@ class Identity:
     ) -> str:
         """What is wrong with the certificate of the other side."""
         try:
-            shown = self._look(connect)
+            shown = _look(connect)
         except OSError:
             shown = {}
         text = _text(shown)
@@ -142,24 +153,10 @@ class Identity:
             return f"its certificate ({text}) may not be used by a server. Issue one for server authentication"
         return f"its certificate ({text}) is not accepted: {error.verify_message}"
 
-    def _look(self, connect: Callable[[], socket.socket]) -> dict[str, Any]:
-        """What stands in the certificate of the other side, whatever is wrong with it."""
-        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        with connect() as plain, context.wrap_socket(plain) as sock:
-            shown = sock.getpeercert(True)
-        if shown is None:
-            return {}
-        # The module reads certificates to us once they are verified: this one, by itself.
-        _trust_only(context, shown)
-        with connect() as plain, context.wrap_socket(plain) as sock:
-            return cast(dict[str, Any], sock.getpeercert() or {})
-
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_verify_locations(cadata=self.ca.decode("ascii", "replace"))
+        context.load_verify_locations(cadata=_ascii(self.ca))
         context.load_cert_chain(self._files.cert, self._files.key, _no_password)
         context.set_alpn_protocols(["h2"])  # gRPC does not talk to who does not ask for it
         return context
@@ -171,17 +168,15 @@ class Identity:
                 f"{said} is encrypted, and nobody can be asked for a password. Expected a key without one, which only "
                 "its owner can read: `openssl pkey -in KEY -out PLAIN`"
             )
-        for what, path, text in (
+        for name, path, pem in (
             ("CERT", self._files.cert, self.cert),
             ("CA", self._files.ca, self.ca),
         ):
             try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
-                    cadata=text.decode("ascii", "replace")
-                )
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=_ascii(pem))
             except ssl.SSLError as error:
                 raise ConfigError(
-                    f"{who}: JAXRDMA_TLS_{what}={path}: expected certificates in PEM, and one of them cannot be read: "
+                    f"{who}: JAXRDMA_TLS_{name}={path}: expected certificates in PEM, and one of them cannot be read: "
                     f"{_words(error)}"
                 ) from None
         try:
@@ -189,12 +184,15 @@ class Identity:
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 raise ConfigError(
-                    f"{said} is not the key of JAXRDMA_TLS_CERT={self._files.cert} ({_text(_own(self._files))}). "
-                    "Expected the key with which that certificate was asked for"
+                    f"{said} is not the key of JAXRDMA_TLS_CERT={self._files.cert}. Expected the key with which that "
+                    "certificate was asked for"
                 ) from None
             raise ConfigError(
-                f"{said}: expected a private key in PEM, and it cannot be read: {_words(error)}"
+                f"{said} cannot be used with JAXRDMA_TLS_CERT={self._files.cert}: {_words(error)}. {_KEYS}"
             ) from None
+        kind = next((kind for name, kind in _NOT_OF_GRPC.items() if name in _der(self.key)), "")
+        if kind:
+            raise ConfigError(f"{said} is of {kind}, which gRPC does not take. {_KEYS}")
 
     def _check_certificate(self, who: str, serves: bool, named: str | None) -> None:
         """Show it to ourselves, as a peer with the same CA would see it."""
@@ -239,15 +237,25 @@ class Identity:
         return f"{said} would not be accepted: {error.verify_message}"
 
 
+def _look(connect: Callable[[], socket.socket]) -> dict[str, Any]:
+    """What stands in the certificate of who listens there, whatever is wrong with it."""
+    context = _trust_anybody()
+    with connect() as plain, context.wrap_socket(plain) as sock:
+        shown = sock.getpeercert(True)
+    if shown is None:
+        return {}
+    # The module reads certificates to us once they are verified: this one, by itself.
+    _trust_only(context, shown)
+    with connect() as plain, context.wrap_socket(plain) as sock:
+        return cast(dict[str, Any], sock.getpeercert() or {})
+
+
 def speaks_tls(connect: Callable[[], socket.socket]) -> bool:
     """Whether who listens there answers a hello of TLS with TLS.
 
     **Raises:** `OSError` if nothing comes.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
+    context = _trust_anybody()
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     hello = context.wrap_bio(incoming, outgoing)
     try:
@@ -275,6 +283,18 @@ def _read(name: str, path: str, expected: str, who: str) -> bytes:
     return text
 
 
+def _ascii(pem: bytes) -> str:
+    return pem.decode("ascii", "ignore")  # between its blocks may stand anything
+
+
+def _der(pem: bytes) -> bytes:
+    """What the blocks of a file in PEM say, one after the other."""
+    return b"".join(
+        base64.b64decode(block)
+        for block in re.findall(rb"-----BEGIN [^-]+-----([^-]+)-----END", pem)
+    )
+
+
 def _no_password() -> str:
     return ""  # else OpenSSL asks for one at the terminal
 
@@ -293,6 +313,16 @@ def _shake(client: ssl.SSLContext, server: ssl.SSLContext, host: str | None = No
     return ours.getpeercert() or {}
 
 
+def _trust_anybody() -> ssl.SSLContext:
+    """To look at who is there, and say nothing to him."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
 def _trust_only(context: ssl.SSLContext, cert: bytes | str) -> None:
     """Let `context` verify this one certificate, whoever issued it and whenever it is valid."""
     context.verify_mode = ssl.CERT_REQUIRED
@@ -307,7 +337,7 @@ def _own(files: TlsFiles) -> dict[str, Any]:
         server.load_cert_chain(files.cert, files.key, _no_password)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname = False
-        _trust_only(client, Path(files.cert).read_text("ascii", "replace"))
+        _trust_only(client, _ascii(Path(files.cert).read_bytes()))
         return _shake(client, server)
     except (OSError, ValueError):
         return {}

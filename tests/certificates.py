@@ -3,6 +3,7 @@
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import trustme
 from cryptography import x509
@@ -29,6 +30,7 @@ class Authority:
         begins: float = -1,
         ends: float = 365,
         servers: bool = True,
+        key: Any = None,
     ) -> TlsFiles:
         """A certificate for `hosts`, valid from `begins` to `ends`, in days from now.
 
@@ -36,6 +38,7 @@ class Authority:
 
         - `name`: of its files, beside the hosts.
         - `servers`: clients may use it anyway; servers too?
+        - `key`: of `cryptography`, if another kind than usual.
         """
         now = datetime.now(UTC)
         made = self._ca.issue_cert(
@@ -44,30 +47,38 @@ class Authority:
             not_after=now + timedelta(days=ends),
         )
         stem = f"{name or hosts[0]} {begins:g} {ends:g}"
-        cert, key = self._folder / f"{stem}.pem", self._folder / f"{stem}.key"
-        key.write_bytes(made.private_key_pem.bytes())
+        cert, path = self._folder / f"{stem}.pem", self._folder / f"{stem}.key"
         leaf = made.cert_chain_pems[0].bytes()
-        cert.write_bytes(leaf if servers else self._for_clients_alone(leaf))
-        return TlsFiles(str(cert), str(key), str(self.file))
+        cert.write_bytes(leaf if servers and key is None else self._changed(leaf, servers, key))
+        path.write_bytes(made.private_key_pem.bytes() if key is None else _pem(key))
+        return TlsFiles(str(cert), str(path), str(self.file))
 
-    def _for_clients_alone(self, pem: bytes) -> bytes:
-        """The same certificate, but for its purpose."""
+    def _changed(self, pem: bytes, servers: bool, key: Any) -> bytes:
+        """The same certificate, but for its purpose and its key."""
         leaf = x509.load_pem_x509_certificate(pem)
         builder = x509.CertificateBuilder(
             leaf.issuer,
             leaf.subject,
-            leaf.public_key(),
+            leaf.public_key() if key is None else key.public_key(),
             leaf.serial_number,
             leaf.not_valid_before_utc,
             leaf.not_valid_after_utc,
         )
         for extension in leaf.extensions:
             value = extension.value
-            if isinstance(value, x509.ExtendedKeyUsage):
+            if isinstance(value, x509.ExtendedKeyUsage) and not servers:
                 value = x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.CLIENT_AUTH])
             builder = builder.add_extension(value, extension.critical)
-        key = serialization.load_pem_private_key(self._ca.private_key_pem.bytes(), None)
-        return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        signer: Any = serialization.load_pem_private_key(self._ca.private_key_pem.bytes(), None)
+        return builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _pem(key: Any) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
 
 
 def encrypted(files: TlsFiles) -> TlsFiles:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from jaxrdma import control
 from jaxrdma.cluster import TlsFiles, parse_address
@@ -58,6 +59,14 @@ def test_a_good_identity_is_read_whole(ours: Authority) -> None:
         assert identity.ca == Path(files.ca).read_bytes()
 
 
+def test_between_the_blocks_of_a_file_may_stand_anything(ours: Authority, tmp_path: Path) -> None:
+    files = ours.issue(HERE)
+    notes = {name: f"# für {name}\n{Path(path).read_text()}" for name, path in vars(files).items()}
+    for name, text in notes.items():
+        (tmp_path / name).write_text(text)
+    Identity(TlsFiles(*(str(tmp_path / name) for name in notes)), "coordinator", serves=True)
+
+
 def written(folder: Path, text: str) -> str:
     path = folder / "written.pem"
     path.write_text(text)
@@ -93,7 +102,7 @@ BAD_FILES: dict[str, tuple[Callable[[TlsFiles, Authority, Path], TlsFiles], str]
     ),
     "a broken key": (
         lambda f, _, folder: replace(f, key=written(folder, BROKEN.format("PRIVATE KEY"))),
-        r"JAXRDMA_TLS_KEY=.*: expected a private key in PEM, and it cannot be read",
+        r"JAXRDMA_TLS_KEY=\S+ cannot be used with JAXRDMA_TLS_CERT=.*: .*\. Expected a private key in PEM: RSA",
     ),
     "a key with a password": (
         lambda f, _, __: encrypted(f),
@@ -102,6 +111,14 @@ BAD_FILES: dict[str, tuple[Callable[[TlsFiles, Authority, Path], TlsFiles], str]
     "the key of another certificate": (
         lambda f, a, __: replace(f, key=a.issue("another").key),
         r"JAXRDMA_TLS_KEY=.* is not the key of JAXRDMA_TLS_CERT=.*Expected the key with which",
+    ),
+    "a key that gRPC does not take": (
+        lambda _, a, __: a.issue(HERE, key=ed25519.Ed25519PrivateKey.generate()),
+        r"JAXRDMA_TLS_KEY=.* is of Ed25519, which gRPC does not take. Expected .* or ECDSA on P-256",
+    ),
+    "a key on another curve": (
+        lambda _, a, __: a.issue(HERE, key=ec.generate_private_key(ec.SECP521R1())),
+        r"JAXRDMA_TLS_KEY=.* is of ECDSA on P-521, which gRPC does not take. Expected",
     ),
     "an expired certificate": (
         lambda _, a, __: a.issue(HERE, begins=-9, ends=-2),
