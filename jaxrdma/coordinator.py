@@ -1757,10 +1757,26 @@ class Coordinator:
         identity = self._identity
         if identity is None:
             return self._server.add_insecure_port(self._listen)
-        credentials = cast(Any, grpc).ssl_server_credentials(
-            [(identity.key, identity.cert)], identity.ca, require_client_auth=True
+        credentials = cast(Any, grpc).dynamic_ssl_server_credentials(
+            _certificates(identity), self._renew, require_client_authentication=True
         )
         return self._server.add_secure_port(self._listen, credentials)
+
+    def _renew(self) -> Any:
+        """On gRPC's threads, before each handshake: the certificate in the files, if that is another one by now.
+
+        A job may outlive the certificate with which it began, and its coordinator must not be lost for that.
+        """
+        assert self._identity is not None
+        try:
+            renewed = self._identity.renewed()
+        except ConfigError as error:
+            self._say(f"goes on with the certificate that it has: {error}")
+            return None
+        if renewed is None:
+            return None
+        self._identity = renewed
+        return _certificates(renewed)
 
     async def run(self) -> JobFailed | None:
         """Until the job is over. Returns why it failed, or None."""
@@ -1879,6 +1895,12 @@ class Coordinator:
             if outgoing is not None:
                 outgoing.put_nowait(message)
         self._changed.set()
+
+
+def _certificates(identity: Identity) -> Any:
+    return cast(Any, grpc).ssl_server_certificate_configuration(
+        [(identity.key, identity.cert)], identity.ca
+    )
 
 
 def _server_options(members: int) -> tuple[tuple[str, int], ...]:

@@ -5,6 +5,7 @@ here when a process starts, and a handshake of our own goes ahead of gRPC's.
 """
 
 import base64
+import os
 import re
 import socket
 import ssl
@@ -64,6 +65,10 @@ class Identity:
         self, files: TlsFiles, who: str, *, serves: bool = False, named: str | None = None
     ) -> None:
         self._files = files
+        self._how = (who, serves, named)
+        self._stamps = _stamps(
+            files
+        )  # before the files are read: what comes then is seen the next time
         self.cert = _read("CERT", files.cert, "CERTIFICATE", who)
         self.key = _read("KEY", files.key, "PRIVATE KEY", who)
         self.ca = _read("CA", files.ca, "CERTIFICATE", who)
@@ -71,6 +76,18 @@ class Identity:
         # Made once: the files may be replaced, or gone, when a coordinator comes at last.
         self._client = self._context(ssl.PROTOCOL_TLS_CLIENT)
         self._check_certificate(who, serves, named)
+
+    def renewed(self) -> "Identity | None":
+        """The identity that stands in the files now, if they have changed since they were last looked at.
+
+        **Raises:** `ConfigError`, once, if that is none: this one is still good, or as good as it was.
+        """
+        stamps = _stamps(self._files)
+        if stamps == self._stamps:
+            return None
+        self._stamps = stamps
+        who, serves, named = self._how
+        return Identity(self._files, who, serves=serves, named=named)
 
     def greet(self, connect: Callable[[], socket.socket], host: str) -> None:
         """A handshake as gRPC will make one, on connections that `connect` makes, with who is known as `host`.
@@ -293,6 +310,18 @@ def _der(pem: bytes) -> bytes:
         base64.b64decode(block)
         for block in re.findall(rb"-----BEGIN [^-]+-----([^-]+)-----END", pem)
     )
+
+
+def _stamps(files: TlsFiles) -> list[tuple[int, int]]:
+    """By which it is seen that a file was written again, or another put in its place."""
+    stamps: list[tuple[int, int]] = []
+    for path in (files.cert, files.key, files.ca):
+        try:
+            found = os.stat(path)
+            stamps.append((found.st_mtime_ns, found.st_ino))
+        except OSError:
+            stamps.append((0, 0))
+    return stamps
 
 
 def _no_password() -> str:

@@ -341,6 +341,40 @@ def test_what_may_heal_is_waited_for(
             cluster.client("w0", connect_timeout=1.0).join()
 
 
+def test_a_certificate_is_renewed_while_the_job_runs(
+    cluster: Cluster, ours: Authority, theirs: Authority, tmp_path: Path
+) -> None:
+    files = TlsFiles(*(str(tmp_path / name) for name in ("cert", "key", "ca")))
+
+    def put(issued: TlsFiles, *names: str) -> None:
+        for name in names:
+            new = tmp_path / "new"
+            new.write_bytes(Path(getattr(issued, name)).read_bytes())
+            new.rename(getattr(files, name))
+
+    put(ours.issue(HERE), "cert", "key", "ca")
+    cluster.settings |= settings(files)
+    coordinator = cluster.start_coordinator()
+    worker, _ = cluster.join("w0", "s0")
+    # Half of it is no certificate; who comes meanwhile sees the old one.
+    put(theirs.issue(HERE), "cert")
+    known = ours.issue("observer")
+    assert control.observe(cluster.address, "s", "j", 10, known).phase == "training"
+    put(theirs.issue(HERE), "cert", "key", "ca")
+    with pytest.raises(ConnectError, match="issued by Theirs.* is of another CA"):
+        control.observe(cluster.address, "s", "j", 10, known)
+    other = theirs.issue("observer")
+    assert control.observe(cluster.address, "s", "j", 10, other).phase == "training"
+    assert worker.failure is None, "who is in stays in"
+    cluster.close_clients()
+    coordinator.wait(10)
+    said = coordinator.stderr.read()
+    half = (
+        "goes on with the certificate that it has: the coordinator at 127.0.0.1:0: JAXRDMA_TLS_KEY="
+    )
+    assert said.count(half) == 1, said
+
+
 # --- what can be read on the way ---
 
 
