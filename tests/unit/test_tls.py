@@ -3,6 +3,7 @@
 import re
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from jaxrdma.cluster import TlsFiles, parse_address
 from jaxrdma.errors import ConfigError, ConnectError
 from jaxrdma.tls import Identity
 from tests.certificates import Authority, encrypted, settings
+from tests.cluster.test_siege import LIMIT, Attack
 from tests.unit.test_control import Cluster, cluster
 
 import grpc  # isort: skip  # after control, which tells it to be quiet
@@ -182,6 +184,29 @@ def serving(files: TlsFiles, ca: Path | None = None) -> Iterator[str]:
     server.stop(0).wait()
 
 
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A port at which each connection is given to `answer`, and closed: its address."""
+    with socket.create_server((HERE, 0)) as listener:
+
+        def listen() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer:
+                    answer(peer)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            yield f"{HERE}:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
 def refusal(cluster: Cluster, files: TlsFiles | None) -> str:
     """What worker 0 reads, at once, though it would wait for a minute."""
     client = cluster.client("w0", connect_timeout=60.0, **settings(files) if files else {})
@@ -289,6 +314,26 @@ def test_who_is_turned_away_is_told_by_whom_and_which_certificate_that_was(
     assert "Has the coordinator the CA in its JAXRDMA_TLS_CA that issued this one" in text
 
 
+def test_an_alert_of_the_other_side_is_repeated(
+    cluster: Cluster, ours: Authority, theirs: Authority
+) -> None:
+    """Not every version of gRPC closes without one."""
+    files = ours.issue(HERE)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.cert, files.key)
+    context.load_verify_locations(theirs.file)
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    def answer(peer: socket.socket) -> None:
+        with pytest.raises(ssl.SSLError):
+            context.wrap_socket(peer, server_side=True)
+
+    with answering(answer) as cluster.address:
+        text = refusal(cluster, files)
+    assert f"turns the certificate of this process away, JAXRDMA_TLS_CERT={files.cert}" in text
+    assert ": tlsv1 alert unknown ca. Has the coordinator the CA" in text
+
+
 def test_tls_on_one_side_only_is_named(cluster: Cluster, ours: Authority) -> None:
     files = ours.issue(HERE)
     everybody = "Set JAXRDMA_TLS_CERT, JAXRDMA_TLS_KEY and JAXRDMA_TLS_CA on every process of the"
@@ -308,26 +353,12 @@ def test_tls_on_one_side_only_is_named(cluster: Cluster, ours: Authority) -> Non
 def test_a_port_that_is_something_else_is_said_to_speak_no_tls(
     cluster: Cluster, ours: Authority
 ) -> None:
-    with socket.create_server((HERE, 0)) as listener:
-        cluster.address = f"{HERE}:{listener.getsockname()[1]}"
+    def answer(peer: socket.socket) -> None:
+        peer.recv(1000)
+        peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
-        def answer() -> None:
-            while True:
-                try:
-                    peer, _ = listener.accept()
-                except OSError:
-                    return
-                with peer:
-                    peer.recv(1000)
-                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        try:
-            assert "it answers without TLS" in refusal(cluster, ours.issue(HERE))
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
+    with answering(answer) as cluster.address:
+        assert "it answers without TLS" in refusal(cluster, ours.issue(HERE))
 
 
 def test_what_may_heal_is_waited_for(
@@ -373,6 +404,22 @@ def test_a_certificate_is_renewed_while_the_job_runs(
         "goes on with the certificate that it has: the coordinator at 127.0.0.1:0: JAXRDMA_TLS_KEY="
     )
     assert said.count(half) == 1, said
+
+
+@pytest.mark.timeout(100)
+def test_strangers_at_a_port_with_tls_are_disconnected(cluster: Cluster, ours: Authority) -> None:
+    cluster.settings |= settings(ours.issue(HERE))
+    cluster.start_coordinator()
+    worker = cluster.start_joining("w0")
+    attack = Attack(parse_address(cluster.address)[1])
+    attack.connect("noise", b"\xff" * 100)
+    attack.connect("HTTP/2 without TLS", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+    attack.connect("half a hello", b"\x16\x03\x01\x02\x00\x01")
+    attack.connect("a huge record", b"\x16\x03\x01\xff\xff" + bytes(1000))
+    for _ in range(20):
+        attack.connect("silence")
+    attack.outlast(time.monotonic() + LIMIT)
+    assert worker.failure is None
 
 
 # --- what can be read on the way ---
