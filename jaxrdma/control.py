@@ -1191,7 +1191,7 @@ class ControlClient:
 
     def _cannot_speak(self, why: str) -> ConnectError:
         return ConnectError(
-            f"{self._who()} and the coordinator at {self._spec.coordinator} cannot speak with each other: {why}."
+            f"{self._who()} cannot speak with the coordinator at {self._spec.coordinator}: {why}."
         )
 
     def _receive(self, stream: "_Stream", data: bytes) -> None:
@@ -1399,9 +1399,7 @@ def _asking(
     try:
         target = _probe(coordinator, timeout, identity)
     except TlsError as error:
-        raise ConnectError(
-            f"this {role} and {who} cannot speak with each other: {error}."
-        ) from None
+        raise ConnectError(f"this {role} cannot speak with {who}: {error}.") from None
     except OSError as error:
         raise ConnectError(
             f"{who} cannot be reached: {_describe(error)}. Has the job ended? Is that its address?"
@@ -1431,7 +1429,7 @@ def _asking(
         except grpc.RpcError as error:
             if identity is None and _expects_tls(coordinator):
                 raise ConnectError(
-                    f"this {role} and {who} cannot speak with each other: it expects TLS, and this {role} has none. "
+                    f"this {role} cannot speak with {who}: it expects TLS, and this {role} has none. "
                     f"{ALL_OR_NONE}."
                 ) from None
             raise ConnectError(f"{who} did not answer: {cast(Any, error).details()}") from None

@@ -66,9 +66,8 @@ class Identity:
     ) -> None:
         self._files = files
         self._how = (who, serves, named)
-        self._stamps = _stamps(
-            files
-        )  # before the files are read: what comes then is seen the next time
+        # Before the files are read: what is written meanwhile is seen the next time.
+        self._stamps = _stamps(files)
         self.cert = _read("CERT", files.cert, "CERTIFICATE", who)
         self.key = _read("KEY", files.key, "PRIVATE KEY", who)
         self.ca = _read("CA", files.ca, "CERTIFICATE", who)
@@ -102,6 +101,8 @@ class Identity:
                     return
             except ssl.SSLCertVerificationError as error:
                 raise TlsError(self._judge(error, connect, host)) from None
+            except ConnectionRefusedError:
+                raise  # it has ended since
             except (ssl.SSLEOFError, ConnectionError):
                 raise ConnectionError("it ends the connection instead of a TLS handshake") from None
             except TimeoutError:
