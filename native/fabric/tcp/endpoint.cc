@@ -51,6 +51,9 @@ const char* type_name(FrameType type) {
   return "unknown";
 }
 
+/// What a close frame says of whose fault it is.
+uint32_t blame(const Status& why) { return why.code() == Code::kProtocol ? kBlame : 0; }
+
 }  // namespace
 
 TcpEndpoint::TcpEndpoint(TcpFabric& fabric, EndpointId id, std::string address, HostPort where,
@@ -597,7 +600,7 @@ void TcpEndpoint::on_body() {
     case FrameType::kClose: {
       const std::string text =
           printable({reinterpret_cast<const char*>(body_.data()), body_.size()});
-      die({Code::kUnavailable,
+      die({header_.immediate == kBlame ? Code::kProtocol : Code::kUnavailable,
            "the peer at " + peer_ + " closed the connection" + (text.empty() ? "" : ": " + text)});
       return;
     }
@@ -698,7 +701,7 @@ void TcpEndpoint::close(Status why, bool flush_first) {
     return;
   }
   close_reason_ = std::move(why);
-  enqueue(FrameType::kClose, 0, text);
+  enqueue(FrameType::kClose, blame(close_reason_), text);
   begin_flushing();
 }
 
@@ -709,8 +712,9 @@ void TcpEndpoint::end(Status why, const std::string& text) {
   }
   // Nothing that belongs to the owner is touched from here on; the peer is told why if it listens.
   queue_.truncate(0);
+  const uint32_t blamed = blame(why);
   announce_end(std::move(why));
-  enqueue(FrameType::kClose, 0, text);
+  enqueue(FrameType::kClose, blamed, text);
   begin_flushing();
 }
 

@@ -29,8 +29,11 @@ enum class FrameType : uint8_t {
                     ///< text of the refusal
   kWrite = 3,       ///< body goes to `address` in the region `key`; then `immediate` is delivered
   kCredit = 4,      ///< no body: only `credits` matters
-  kClose = 5,       ///< the last frame of this direction; body: why, as text
+  kClose = 5,  ///< the last frame of this direction; body: why, as text; `immediate`: kBlame or 0
 };
+
+/// Of a kClose: the receiver broke the protocol, or so the sender says.
+inline constexpr uint32_t kBlame = 1;
 
 struct FrameHeader {
   uint32_t magic = kFrameMagic;
