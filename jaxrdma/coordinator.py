@@ -1988,8 +1988,9 @@ def run_coordinator(
             say(f"the job failed: {failure.text}")
             on_failure(failure)
 
-        coordinator = Coordinator(membership, listen, say, failed, on_saving, on_lost, on_rescue)
-        coordinator = Coordinator(membership, listen, say, failed, on_saving, on_lost, identity)
+        coordinator = Coordinator(
+            membership, listen, say, failed, on_saving, on_lost, on_rescue, identity
+        )
         code = 1
 
         def stop(number: signal.Signals) -> None:
