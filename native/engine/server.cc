@@ -20,6 +20,7 @@
 #include "engine/aggregate.h"
 #include "engine/landing.h"
 #include "engine/reduce.h"
+#include "engine/served_table.h"
 #include "engine/wire.h"
 
 namespace jaxrdma {
@@ -106,11 +107,12 @@ struct Write {
 };
 
 /// What a reducing thread is given: a piece whose contributions it sums, or, with a gradient that
-/// is held, one contribution that it brings there.
+/// is held, one contribution that it brings there; or a table whose current task it does.
 struct Job {
   Piece* piece = nullptr;
   HeldGradient* gradient = nullptr;
   Contribution from;
+  ServedTable* table = nullptr;
 };
 
 /// What is done for followers, on a thread of its own, so that no sum waits for it: room is made
@@ -181,6 +183,7 @@ class Engine final : public ServerEngine {
                         std::vector<std::byte> token) override;
   void dismiss_follower(uint32_t follower, std::string why) override;
   Status add_flow(FlowSpec spec) override;
+  Status add_table(TableSpec spec) override;
   ServerEvent wait_event(int timeout_ms) override;
   void wake() override;
   Result<LeafShard> gradient(uint16_t flow, uint32_t leaf) override;
@@ -233,6 +236,13 @@ class Engine final : public ServerEngine {
   void locate(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
   void verdict(Connection& from, const wire::Header& header, uint32_t slot, Aggregate& flow);
   void refuse(Connection& from, const wire::Header& header, uint32_t slot, wire::Answer why);
+
+  void received_rows(Connection& from, const wire::Header& header, const wire::Rows& rows,
+                     uint32_t slot);
+  void push_rows(Connection& from, const wire::Header& header, RowTask task, ServedTable& table);
+  void work_rows(ServedTable& table);
+  void finish_rows(ServedTable& table);
+  void publish_rows(ServedTable& table);
 
   void keep(Connection& from, const wire::Header& header, uint32_t slot, Aggregate& flow);
   void take(Connection& from, const wire::Header& header, uint32_t slot, Piece& piece);
@@ -287,11 +297,19 @@ class Engine final : public ServerEngine {
   /// How long until someone departs, at most; -1: nobody is about to.
   int depart_due();
   void check_stranded(const Piece& piece);
+  void check_stranded(ServedTable& table);
   void tell(ServerEvent event);
 
   Connection* find(EndpointId id);
   Aggregate* find_flow(uint16_t id) const {
     return id < flows_.size() ? flows_[id].get() : nullptr;
+  }
+  ServedTable* find_table(uint16_t id) const {
+    return id < tables_.size() ? tables_[id].get() : nullptr;
+  }
+  /// What a slot has room for beside the header.
+  size_t slot_payload_bytes() const {
+    return Landing::stride(options_.partition_bytes) - sizeof(wire::Header);
   }
   Result<LeafShard> shard(uint16_t flow, uint32_t leaf, bool gradient);
   Status is_closed() const {
@@ -301,7 +319,8 @@ class Engine final : public ServerEngine {
   const ServerOptions options_;
   Recorder recorder_;
   // Memory outlives the fabric: members are destroyed from the last to the first.
-  std::vector<std::unique_ptr<Aggregate>> flows_;  ///< by id
+  std::vector<std::unique_ptr<Aggregate>> flows_;     ///< by id
+  std::vector<std::unique_ptr<ServedTable>> tables_;  ///< by id
   std::unique_ptr<fabric::Fabric> fabric_;
   const std::string transport_;
   std::string address_;
@@ -313,7 +332,7 @@ class Engine final : public ServerEngine {
   std::vector<Write> writes_;
   std::vector<RequestId> free_writes_;
   std::vector<RequestId> lost_writes_;
-  size_t pieces_ = 0;  ///< of all flows
+  size_t pieces_ = 0;  ///< of all flows, and messages of one call for each table
   std::vector<uint32_t> departed_;
   bool awaits_writes_ = false;     ///< a sum or an update waits until answers have gone out
   bool sleeps_patiently_ = false;  ///< the progress thread, if it sleeps
@@ -404,7 +423,11 @@ void Engine::reduce_queued() {
     reduce_queue_.pop_front();
     guard.unlock();
     Source source{};
-    reduce(reduction(job, source));
+    if (job.table != nullptr) {
+      job.table->work();
+    } else {
+      reduce(reduction(job, source));
+    }
     {
       std::lock_guard progress(progress_lock_);
       finish(job);
@@ -471,6 +494,11 @@ void Engine::close() {
     if (flow->held != nullptr) flow->held->withdraw();
     flow->coming.clear();
     flow->copies.withdraw();
+  }
+  for (auto& table : tables_) {
+    if (table == nullptr) continue;
+    table->tasks.clear();
+    table->current = RowTask();
   }
   writes_.clear();
   members_.clear();
@@ -792,11 +820,20 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
   const int kind = static_cast<int>(header.kind);
   const bool follows = is_follower(from.worker);
   if (kind < static_cast<int>(follows ? wire::Kind::kKeep : wire::Kind::kPush) ||
-      kind > static_cast<int>(wire::Kind::kTake)) {
-    return wrong("kind", follows ? "6 or 7, from a follower" : "1 to 7", kind);
+      kind > static_cast<int>(follows ? wire::Kind::kTake : wire::Kind::kPullRows)) {
+    return wrong("kind", follows ? "6 or 7, from a follower" : "1 to 9", kind);
   }
   if (header.incarnation != from.incarnation) {
     return wrong("incarnation", from.incarnation, header.incarnation);
+  }
+  if (header.step < 0 || header.step > kLastStep)
+    return wrong("step", text("0 to ", kLastStep), header.step);
+  if (header.reply_tag > wire::kTagMask) {
+    return wrong("reply_tag", text("at most ", wire::kTagMask), header.reply_tag);
+  }
+  if (wire::of_rows(header.kind)) {
+    if (find_table(header.flow) == nullptr) return wrong("flow", "an agreed table", header.flow);
+    return "";
   }
   const Aggregate* flow = find_flow(header.flow);
   if (flow == nullptr) return wrong("flow", "an agreed flow", header.flow);
@@ -811,11 +848,6 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
   const Piece& piece = flow->pieces[static_cast<size_t>(flow->piece_of[header.partition])];
   if (header.dtype > static_cast<uint8_t>(DType::kBFloat16)) {
     return wrong("dtype", "0 to 3", static_cast<int>(header.dtype));
-  }
-  if (header.step < 0 || header.step > kLastStep)
-    return wrong("step", text("0 to ", kLastStep), header.step);
-  if (header.reply_tag > wire::kTagMask) {
-    return wrong("reply_tag", text("at most ", wire::kTagMask), header.reply_tag);
   }
   const DType dtype = static_cast<DType>(header.dtype);
   uint64_t bytes = 0;
@@ -892,9 +924,16 @@ void Engine::received(Connection& from, const fabric::Event& event) {
   // A copy: the peer could go on writing into the slot.
   wire::Header header;
   std::memcpy(&header, landing.header(slot), sizeof(header));
-  const std::string wrong = check(from, header, event.bytes - sizeof(header));
+  const uint64_t payload_bytes = event.bytes - sizeof(header);
+  wire::Rows rows{};
+  std::string wrong = check(from, header, payload_bytes);
+  if (wrong.empty() && wire::of_rows(header.kind)) {
+    if (payload_bytes >= sizeof(rows)) std::memcpy(&rows, landing.payload(slot), sizeof(rows));
+    wrong = find_table(header.flow)->check(header, rows, payload_bytes);
+  }
   if (!wrong.empty()) return violation(from, text("slot ", slot, ", ", wrong));
   landing.occupy(slot);
+  if (wire::of_rows(header.kind)) return received_rows(from, header, rows, slot);
   Aggregate& flow = *find_flow(header.flow);
   Piece& piece = flow.pieces[static_cast<size_t>(flow.piece_of[header.partition])];
   switch (header.kind) {
@@ -913,6 +952,9 @@ void Engine::received(Connection& from, const fabric::Event& event) {
       return keep(from, header, slot, flow);
     case wire::Kind::kTake:
       return take(from, header, slot, piece);
+    case wire::Kind::kPushRows:
+    case wire::Kind::kPullRows:
+      return;  // was dealt with above
   }
 }
 
@@ -1011,7 +1053,7 @@ void Engine::advance(Piece& piece) {
   piece.take(options_.ordered);
   if (piece.reducing.empty()) return;
   piece.busy = true;
-  give({&piece, nullptr, {}});
+  give({&piece, nullptr, {}, nullptr});
 }
 
 /// Has a job done: here if that is sooner, else by a reducing thread.
@@ -1051,6 +1093,10 @@ Reduction Engine::reduction(const Job& job, Source& source) const {
 }
 
 void Engine::finish(Job& job) {
+  if (job.table != nullptr) {
+    finish_rows(*job.table);
+    return work_rows(*job.table);
+  }
   Piece& piece = *job.piece;
   Aggregate& flow = *piece.flow;
   if (job.gradient != nullptr) {
@@ -1181,6 +1227,150 @@ wire::Answer Engine::give_back(Piece& piece, const Reply& to) {
   found->landing->free(found->slot);
   piece.owed.erase(found);
   return wire::Answer::kResultAndCredit;
+}
+
+// --- Tables.
+
+void Engine::received_rows(Connection& from, const wire::Header& header, const wire::Rows& rows,
+                           uint32_t slot) {
+  ServedTable& table = *find_table(header.flow);
+  RowTask task;
+  task.rows = rows;
+  task.last = header.partition + 1 == rows.chunks;
+  task.reply = reply_to(from, header, slot, header.step + 1);
+  task.landing = from.landing;
+  bytes_pushed_ += header.bytes;
+  if (header.kind == wire::Kind::kPushRows) return push_rows(from, header, std::move(task), table);
+  // What was told to this worker is there, so that nobody who holds a slot waits for another.
+  if (table.sync() && header.step > table.version)
+    return refuse(from, header, slot, wire::Answer::kAhead);
+  task.kind = RowTask::Kind::kRead;
+  table.tasks.push_back(std::move(task));
+  work_rows(table);
+}
+
+void Engine::push_rows(Connection& from, const wire::Header& header, RowTask task,
+                       ServedTable& table) {
+  const uint32_t slot = task.reply.slot;
+  if (!table.sync()) {
+    recorder_.add(Stage::kLanded, header.flow, header.step, header.partition,
+                  static_cast<uint16_t>(from.worker));
+    task.kind = RowTask::Kind::kApplyNow;
+    table.tasks.push_back(std::move(task));
+    return work_rows(table);
+  }
+  if (header.step < table.version) return refuse(from, header, slot, wire::Answer::kStale);
+  if (header.step > table.version) return refuse(from, header, slot, wire::Answer::kAhead);
+  RowShare& share = table.shares[from.worker];
+  if (!share.begun()) {
+    share.replies.resize(task.rows.chunks);
+    share.missing = task.rows.chunks;
+    if (++table.begun == 1) table.since = Clock::now();
+  }
+  if (share.replies.size() != task.rows.chunks) {
+    return violation(
+        from, text("rows of table '", table.spec().name, "', chunks: expected ",
+                   share.replies.size(), " as in the rest of this step, got ", task.rows.chunks));
+  }
+  std::optional<Reply>& reply = share.replies[header.partition];
+  const bool again = reply.has_value();
+  reply = task.reply;
+  if (again) {
+    ++duplicates_;
+    return free_slot(from.landing, slot, from.id);
+  }
+  recorder_.add(Stage::kLanded, header.flow, header.step, header.partition,
+                static_cast<uint16_t>(from.worker));
+  task.kind = RowTask::Kind::kSum;
+  table.tasks.push_back(std::move(task));
+  if (--share.missing == 0 && ++table.whole == options_.workers) table.tasks.emplace_back();
+  if (!departed_.empty()) check_stranded(table);
+  work_rows(table);
+}
+
+/// Does what is to be done, up to what is worth another thread.
+void Engine::work_rows(ServedTable& table) {
+  while (!table.busy && !table.tasks.empty()) {
+    const bool here =
+        reduce_threads_.empty() || table.work_bytes(table.tasks.front()) <= kInlineReductionBytes;
+    table.current = std::move(table.tasks.front());
+    table.tasks.pop_front();
+    table.busy = true;
+    if (!here) {
+      {
+        std::lock_guard guard(reduce_lock_);
+        reduce_queue_.push_back({nullptr, nullptr, {}, &table});
+      }
+      reduce_added_.notify_one();
+      return;
+    }
+    table.work();
+    finish_rows(table);
+  }
+}
+
+void Engine::finish_rows(ServedTable& table) {
+  table.busy = false;
+  RowTask task = std::exchange(table.current, RowTask());
+  const Reply& to = task.reply;
+  if (!task.wrong.empty()) {
+    if (Connection* from = find(to.endpoint); from != nullptr && !from->closing)
+      violation(*from, text("slot ", to.slot, ", ", task.wrong));
+    return;
+  }
+  switch (task.kind) {
+    case RowTask::Kind::kRead: {
+      const size_t bytes = wire::values_bytes(task.rows.count, table.spec().columns);
+      bytes_pulled_ += bytes;
+      Write write;
+      write.endpoint = to.endpoint;
+      write.landing = task.landing;
+      task.landing->free(to.slot);  // as send_slot does
+      post(to.endpoint,
+           {task.landing->slab.slice(task.landing->payload(to.slot), bytes), to.target,
+            wire::answer(wire::Answer::kResultAndCredit, to.tag), begin_write(std::move(write))});
+      return;
+    }
+    case RowTask::Kind::kSum:
+      return free_slot(task.landing, to.slot, to.endpoint);
+    case RowTask::Kind::kApplyNow:
+      if (task.last) {
+        ++table.version;
+        ++table.applied[to.worker];
+      }
+      task.landing->free(to.slot);
+      return say(to.endpoint, wire::Answer::kResultAndCredit, to.tag);
+    case RowTask::Kind::kApply:
+      return publish_rows(table);
+  }
+}
+
+/// The step of a table is applied: tells everybody who has a part in it, and begins the next.
+void Engine::publish_rows(ServedTable& table) {
+  recorder_.add(Stage::kPublished, table.spec().id, ++table.version, 0, kEveryPeer);
+  table.begun = table.whole = 0;
+  for (uint64_t& applied : table.applied) ++applied;
+  for (RowShare& share : table.shares) {
+    for (const auto& reply : std::exchange(share.replies, {}))
+      say(reply->endpoint, wire::Answer::kResult, reply->tag);
+  }
+}
+
+Status Engine::add_table(TableSpec spec) {
+  auto table = ServedTable::create(std::move(spec), options_.server, options_.servers,
+                                   options_.workers, slot_payload_bytes());
+  if (!table.ok()) return table.status();
+  const uint16_t id = table.value()->spec().id;
+  std::lock_guard guard(progress_lock_);
+  if (closed_) return is_closed();
+  if (find_flow(id) != nullptr || find_table(id) != nullptr) {
+    return Status(Code::kInvalidArgument,
+                  text("server ", options_.server, " has a flow or a table ", id, " already"));
+  }
+  pieces_ += wire::chunks_of(table.value()->table->rows(), table.value()->chunk);
+  if (tables_.size() <= id) tables_.resize(id + size_t{1});
+  tables_[id] = std::move(table.value());
+  return Status();
 }
 
 // --- Followers.
@@ -1364,7 +1554,8 @@ void Engine::hold(Connection& from, const wire::Header& header, uint32_t slot, P
   ++gradient->busy;
   give({&piece,
         gradient,
-        {from.worker, static_cast<DType>(header.dtype), from.landing, slot, from.id}});
+        {from.worker, static_cast<DType>(header.dtype), from.landing, slot, from.id},
+        nullptr});
 }
 
 void Engine::verdict(Connection& from, const wire::Header& header, uint32_t slot, Aggregate& flow) {
@@ -1436,7 +1627,7 @@ void Engine::form_mean(Aggregate& flow) {
     }
     piece.busy = true;
   }
-  for (Piece& piece : flow.pieces) give({&piece, nullptr, {}});
+  for (Piece& piece : flow.pieces) give({&piece, nullptr, {}, nullptr});
 }
 
 void Engine::mean_formed(Aggregate& flow) {
@@ -1669,9 +1860,9 @@ Status Engine::add_flow(FlowSpec spec) {
   if (!flow.ok()) return flow.status();
   std::lock_guard guard(progress_lock_);
   if (closed_) return is_closed();
-  if (find_flow(id) != nullptr) {
+  if (find_flow(id) != nullptr || find_table(id) != nullptr) {
     return Status(Code::kInvalidArgument,
-                  text("server ", options_.server, " has a flow ", id, " already"));
+                  text("server ", options_.server, " has a flow or a table ", id, " already"));
   }
   const auto results =
       flow.value()->update() ? fabric::Access::kRemoteRead : fabric::Access::kLocal;
@@ -1829,6 +2020,9 @@ void Engine::depart(uint32_t worker) {
     if (flow == nullptr) continue;
     for (const Piece& piece : flow->pieces) check_stranded(piece);
   }
+  for (const auto& table : tables_) {
+    if (table != nullptr) check_stranded(*table);
+  }
 }
 
 void Engine::check_stranded(const Piece& piece) {
@@ -1843,6 +2037,19 @@ void Engine::check_stranded(const Piece& piece) {
   }
 }
 
+void Engine::check_stranded(ServedTable& table) {
+  for (const uint32_t worker : departed_) {
+    if (table.stranded || !table.misses(worker)) continue;
+    table.stranded = true;
+    tell({ServerEvent::Kind::kStranded, table.spec().id, table.version, worker,
+          text("worker ", worker, " left the job, but ", table.begun, " of ", options_.workers,
+               " workers wait for what it pushes in step ", table.version, " of table '",
+               table.spec().name,
+               "'; all workers must push the same number of times, no rows where ",
+               "they have none")});
+  }
+}
+
 std::vector<Lack> Engine::lacking(size_t limit) const {
   std::vector<Lack> result;
   std::lock_guard guard(progress_lock_);
@@ -1851,7 +2058,15 @@ std::vector<Lack> Engine::lacking(size_t limit) const {
     const std::chrono::duration<double> waited = now - since;
     result.push_back({worker, piece.flow->spec.id, step, piece.partition, waited.count()});
   };
+  for (const auto& table : tables_) {
+    for (uint32_t i = 0; table != nullptr && i < options_.workers; ++i) {
+      if (!table->misses(i)) continue;
+      const std::chrono::duration<double> waited = now - table->since;
+      result.push_back({i, table->spec().id, table->version, 0, waited.count()});
+    }
+  }
   for (const auto& flow : flows_) {
+    if (flow == nullptr) continue;
     for (const Piece& piece : flow->pieces) {
       for (uint32_t i = 0; flow->held == nullptr && i < options_.workers; ++i)
         if (piece.misses(i)) add(i, piece, piece.version, piece.since);
@@ -1888,6 +2103,12 @@ ServerStats Engine::stats() const {
     for (uint32_t worker = 0; worker < options_.workers; ++worker) {
       stats.accepted[worker] += flow->summed_of_worker[worker] / flow->pieces.size();
     }
+  }
+  for (const auto& table : tables_) {
+    if (table == nullptr) continue;
+    stats.steps += static_cast<uint64_t>(table->version);
+    for (uint32_t worker = 0; worker < options_.workers; ++worker)
+      stats.accepted[worker] += table->applied[worker];
   }
   return stats;
 }

@@ -16,6 +16,7 @@
 #include "base/status.h"
 #include "engine/flow.h"
 #include "engine/held.h"
+#include "engine/table_spec.h"
 #include "fabric/fabric.h"
 
 namespace jaxrdma {
@@ -111,6 +112,8 @@ class ServerEngine {
   /// It is gone, or has to go. Nothing if it is not known.
   virtual void dismiss_follower(uint32_t follower, std::string why) = 0;
   virtual Status add_flow(FlowSpec spec) = 0;
+  /// Its rows are trained here, with no help of Python. Numbers are shared with flows.
+  virtual Status add_table(TableSpec spec) = 0;
 
   /// Sleeps until something happened or `timeout_ms` has passed (kNone).
   virtual ServerEvent wait_event(int timeout_ms) = 0;

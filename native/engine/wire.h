@@ -17,7 +17,7 @@ namespace jaxrdma::wire {
 static_assert(std::endian::native == std::endian::little);
 
 /// Raised by any change to frames, headers or immediates.
-inline constexpr uint16_t kProtocolVersion = 8;
+inline constexpr uint16_t kProtocolVersion = 9;
 inline constexpr uint32_t kHeaderMagic = 0x5444524a;  // "JRDT"
 
 enum class Kind : uint8_t {
@@ -38,7 +38,16 @@ enum class Kind : uint8_t {
   /// No payload; after a kKeep. The answer is the partition of the version that is kept, whose step
   /// is `step`.
   kTake = 7,
+  /// Rows of a table and their gradients (table_spec.h); `partition` is which piece of the call it
+  /// is. The answer, without data, says that step + 1 is there; of a table whose gradients are
+  /// applied as they come, that these are.
+  kPushRows = 8,
+  /// Rows of a table. The answer, together with the slot, is what they hold: the table has reached
+  /// `step`, as the worker has been told so.
+  kPullRows = 9,
 };
+/// Whether it concerns a table.
+constexpr bool of_rows(Kind kind) { return kind == Kind::kPushRows || kind == Kind::kPullRows; }
 
 /// A Hello::worker from here on is a follower, and what is above it the follower's number. Its
 /// slots have no payload, and it sends nothing but kKeep and kTake.

@@ -2,6 +2,7 @@
 #include "engine/worker.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -41,16 +42,29 @@ constexpr auto kAheadPatience = std::chrono::milliseconds(500);
 /// Slots that a server may grant a follower.
 constexpr uint32_t kMostFollowSlots = 64;
 
+/// Buffers of tables' calls that are kept for the next ones, by table.
+constexpr size_t kMostSpareBuffers = 4;
+
 size_t partition_bytes(const Partition& partition, DType dtype) {
   return static_cast<size_t>(partition.elements) * dtype_bytes(dtype);
 }
+
+/// What travels for an operation on a table: payloads of requests, and after them the rows that are
+/// asked for, each once.
+struct RowCall {
+  RowBatch batch;
+  Slab buffer;
+  size_t values_at = 0;  ///< in `buffer`
+  float* values() const { return reinterpret_cast<float*>(buffer.pages.data() + values_at); }
+};
 
 /// An operation between `start` and its callback.
 struct Active {
   explicit Active(Operation what) : operation(std::move(what)) {}
   Operation operation;
-  size_t unsent = 0;      ///< writes whose source is still in use
-  size_t unanswered = 0;  ///< partitions that have not come back
+  std::shared_ptr<RowCall> rows;  ///< of an operation on a table
+  size_t unsent = 0;              ///< writes whose source is still in use
+  size_t unanswered = 0;          ///< partitions that have not come back
   Status failure;
   std::vector<std::unique_ptr<MemoryRegion>> sources;  ///< by leaf
   std::vector<std::unique_ptr<MemoryRegion>> targets;  ///< by leaf
@@ -76,6 +90,7 @@ struct Slot {
   uint32_t tag = 0;
   bool writing = false;  ///< its kWriteDone is still to come
   bool granted = true;   ///< the server allows it to be written
+  bool borrows = false;  ///< while `writing`: from memory of the operation, which lasts as long
 };
 
 struct Server {
@@ -140,8 +155,16 @@ struct Following {
   std::optional<Clock::time_point> deadline;
 };
 
+/// A table, in its place among the flows.
+struct RowTable {
+  TableSpec spec;
+  std::vector<uint32_t> chunk;  ///< rows of a full message, by server
+  std::vector<Slab> spare;      ///< buffers of calls that have ended
+};
+
 struct Flow {
   FlowSpec spec;
+  std::unique_ptr<RowTable> table;                   ///< then nothing else is used
   std::vector<std::vector<uint32_t>> partitions_of;  ///< by server
   Mirror staging;  ///< answers of a kPush land here, until its kPull
   /// Answers of everything else land here where the buffers that they are for cannot be registered.
@@ -180,6 +203,7 @@ class Engine final : public WorkerEngine {
 
   Status connect(const std::vector<ServerAddress>& servers, int timeout_ms) override;
   Status add_flow(FlowSpec spec) override;
+  Status add_table(TableSpec spec) override;
   void start(Operation operation) override;
   void fail(Status why) override;
   void stop_waiting() override;
@@ -209,10 +233,11 @@ class Engine final : public WorkerEngine {
   void close() override;
 
  private:
-  // Everything below needs progress_lock_ but lead().
+  // Everything below needs progress_lock_ but lead() and prepare_rows().
   Crew::Task lead();
+  Result<std::shared_ptr<RowCall>> prepare_rows(const Operation& operation);
   bool progress();
-  void begin(Operation operation);
+  void begin(Operation operation, std::shared_ptr<RowCall> rows);
   void handle(const Event& event);
   void connected(Server& server, const Event& event);
   void disconnected(size_t index, const Event& event);
@@ -231,12 +256,19 @@ class Engine final : public WorkerEngine {
   }
   /// Nothing waits but for answers: credits, and completions of writes, need wake nobody.
   bool patient() const {
-    return !closing_ && failure_.ok() && loss_.ok() &&
+    return !closing_ && failure_.ok() && loss_.ok() && borrowed_ == 0 &&
            std::all_of(servers_.begin(), servers_.end(),
                        [](const Server& s) { return s.connected && s.queue.empty(); });
   }
   void close_connections(const Status& why, bool flush);
   void pump(size_t index);
+  bool post(size_t index, uint32_t tag, uint32_t slot, std::span<const fabric::Slice> slices);
+  bool post_rows(size_t index, uint32_t tag, uint32_t slot);
+  void begin_rows(std::list<Active>::iterator active);
+  void answered_rows(size_t index, uint32_t tag, wire::Answer what, const Event& event);
+  void settle_rows(std::list<Active>::iterator active, Status status);
+  void keep_buffer(RowTable& table, Slab buffer);
+  Status refused(size_t index, const Request& request, wire::Answer why);
   Status prepare(Active& active, Flow& flow);
   Status make_mirror(Mirror& mirror, const FlowSpec& spec, const char* what);
   void begin_pull(std::list<Active>::iterator active, Flow& flow);
@@ -257,6 +289,7 @@ class Engine final : public WorkerEngine {
   void stop_following(Flow& flow, Status why);
   int follow_timeout();
   void enqueue(Active& active, uint32_t partition, wire::Kind kind, int64_t step);
+  void enqueue(Active& active, uint32_t partition, wire::Kind kind, int64_t step, uint32_t index);
   void retire(Server& server, uint32_t tag);
   void answered(Request& request, const Status& status);
   void settle(Active* active);
@@ -284,6 +317,7 @@ class Engine final : public WorkerEngine {
   Clock::time_point loss_time_;
   bool closing_ = false;
   bool sleeps_patiently_ = false;  ///< who leads, if it sleeps
+  size_t borrowed_ = 0;            ///< slots that borrow, over fabrics where others hold a copy
   WorkerStats stats_;
   Recorder recorder_;
   /// Callbacks of operations that have ended, for the crew to run.
@@ -359,27 +393,66 @@ Status Engine::add_flow(FlowSpec spec) {
   return {};
 }
 
+Status Engine::add_table(TableSpec spec) {
+  std::lock_guard guard(progress_lock_);
+  if (servers_.empty())
+    return Status(Code::kInvalidArgument, "connect to the servers before adding a table");
+  auto table = std::make_unique<RowTable>();
+  for (const Server& server : servers_) {
+    const size_t payload = server.grant.slot_stride - sizeof(wire::Header);
+    if (Status checked = check_table(spec, payload); !checked.ok()) return checked;
+    table->chunk.push_back(wire::chunk_rows(spec.columns, payload));
+  }
+  if (spec.id != flows_.size()) {
+    return Status(Code::kInvalidArgument, "table " + std::to_string(spec.id) +
+                                              " was added when number " +
+                                              std::to_string(flows_.size()) + " was the next");
+  }
+  auto flow = std::make_unique<Flow>();
+  flow->spec.id = spec.id;
+  flow->spec.mode = FlowMode::kShow;
+  flow->partitions_of.resize(servers_.size());
+  table->spec = std::move(spec);
+  flow->table = std::move(table);
+  flows_.push_back(std::move(flow));
+  return {};
+}
+
 void Engine::start(Operation operation) {
+  std::shared_ptr<RowCall> rows;
+  if (of_rows(operation.kind)) {
+    auto prepared = prepare_rows(operation);
+    if (!prepared.ok()) {
+      operation.done(prepared.status());
+      return;
+    }
+    rows = std::move(prepared.value());
+  }
   std::unique_lock guard(progress_lock_);
   if (!failure_.ok() || closing_) {
     // On this thread: the crew may have ended already.
     const Status why = failure_.ok() ? Status(Code::kCancelled, "the session is closed") : failure_;
+    rows.reset();  // while the lock is held
     guard.unlock();
     operation.done(why);
     return;
   }
   const bool follows = operation.kind == OperationKind::kFollow;
-  begin(std::move(operation));
+  begin(std::move(operation), std::move(rows));
   // Who leads may sleep, and has not seen what ended here, or what waits for more than answers now.
   const bool hurry = sleeps_patiently_ && (!patient() || follows);
   if (hurry) sleeps_patiently_ = false;
   if (hurry || !finished_.empty()) fabric_->wake();
 }
 
-void Engine::begin(Operation operation) {
+void Engine::begin(Operation operation, std::shared_ptr<RowCall> rows) {
   active_.emplace_back(std::move(operation));
   auto active = std::prev(active_.end());
   const Operation& what = active->operation;
+  if (rows != nullptr) {
+    active->rows = std::move(rows);
+    return begin_rows(active);
+  }
   if (what.flow >= flows_.size() || what.leaves.size() != flows_[what.flow]->spec.leaves.size()) {
     finish(active,
            Status(Code::kInvalidArgument, "operation on flow " + std::to_string(what.flow) +
@@ -388,6 +461,11 @@ void Engine::begin(Operation operation) {
     return;
   }
   Flow& flow = *flows_[what.flow];
+  if (flow.table != nullptr) {
+    finish(active, Status(Code::kInvalidArgument, "flow " + std::to_string(what.flow) +
+                                                      " is a table: rows are pushed and pulled"));
+    return;
+  }
   if (options_.follows && what.kind != OperationKind::kFollow) {
     finish(active, Status(Code::kInvalidArgument, "a follower does nothing but follow"));
     return;
@@ -460,8 +538,13 @@ void Engine::begin(Operation operation) {
 
 /// One more request that `pump` will post.
 void Engine::enqueue(Active& active, uint32_t partition, wire::Kind kind, int64_t step) {
+  const FlowSpec& spec = flows_[active.operation.flow]->spec;
+  enqueue(active, partition, kind, step, spec.partitions[partition].server);
+}
+
+void Engine::enqueue(Active& active, uint32_t partition, wire::Kind kind, int64_t step,
+                     uint32_t index) {
   const uint16_t flow = active.operation.flow;
-  const uint32_t index = flows_[flow]->spec.partitions[partition].server;
   Server& server = servers_[index];
   uint32_t tag;
   if (!server.free_tags.empty()) {
@@ -571,6 +654,10 @@ void Engine::pump(size_t index) {
     const uint32_t index_of_slot = server.free_slots.back();
     server.free_slots.pop_back();
     Request& request = server.requests[tag];
+    if (wire::of_rows(request.kind)) {
+      if (!post_rows(index, tag, index_of_slot)) return;
+      continue;
+    }
     const Operation& what = request.active->operation;
     Flow& flow = *flows_[request.flow];
     const Partition& partition = flow.spec.partitions[request.partition];
@@ -618,26 +705,34 @@ void Engine::pump(size_t index) {
       std::memcpy(piece + sizeof(header), buffers.source + begin, header.bytes);
       slices[0].bytes += header.bytes;
     }
-    Slot& slot = server.slots[index_of_slot];
-    slot.tag = tag;
-    slot.writing = true;
-    slot.granted = false;
-    request.slot = index_of_slot;
-    request.stage = Stage::kPosted;
-    request.since = Clock::now();
-    recorder_.add(Stage::kPosted, request.flow, request.step, request.partition,
-                  static_cast<uint16_t>(index));
     stats_.bytes_pushed += header.bytes;
-    const fabric::RemoteSlice remote{
-        server.grant.address + index_of_slot * server.grant.slot_stride, server.grant.key};
-    Status posted =
-        endpoint->write(std::span(slices, slice_count), remote, index_of_slot, index_of_slot);
-    if (!posted.ok()) {
-      lose(std::move(posted));
-      return;
-    }
+    server.slots[index_of_slot].borrows = cheap_;
+    if (!post(index, tag, index_of_slot, std::span(slices, slice_count))) return;
     if (!cheap_) sent(server, tag);  // the slot has a copy
   }
+}
+
+/// Writes a request into a slot of the server; false if the connection is lost by that.
+bool Engine::post(size_t index, uint32_t tag, uint32_t slot_index,
+                  std::span<const fabric::Slice> slices) {
+  Server& server = servers_[index];
+  Request& request = server.requests[tag];
+  Slot& slot = server.slots[slot_index];
+  slot.tag = tag;
+  slot.writing = true;
+  slot.granted = false;
+  request.slot = slot_index;
+  request.stage = Stage::kPosted;
+  request.since = Clock::now();
+  recorder_.add(Stage::kPosted, request.flow, request.step, request.partition,
+                static_cast<uint16_t>(index));
+  const fabric::RemoteSlice remote{server.grant.address + slot_index * server.grant.slot_stride,
+                                   server.grant.key};
+  Endpoint* endpoint = fabric_->endpoint(server.endpoint);
+  Status posted = endpoint->write(slices, remote, slot_index, slot_index);
+  if (posted.ok()) return true;
+  lose(std::move(posted));
+  return false;
 }
 
 void Engine::begin_pull(std::list<Active>::iterator active, Flow& flow) {
@@ -801,6 +896,186 @@ void Engine::end_read(Flow& flow, Status status) {
   const auto active = flow.reading.operation;
   flow.reading = Reading{};
   finish(active, std::move(status));
+}
+
+// --- Tables.
+
+/// Sorts and packs what an operation on a table sends. Takes the lock for moments only.
+Result<std::shared_ptr<RowCall>> Engine::prepare_rows(const Operation& what) {
+  std::unique_lock guard(progress_lock_);
+  if (closing_) return Status(Code::kCancelled, "the session is closed");
+  if (!failure_.ok()) return failure_;
+  RowTable* const table = what.flow < flows_.size() ? flows_[what.flow]->table.get() : nullptr;
+  if (table == nullptr) {
+    return Status(Code::kInvalidArgument,
+                  "rows of flow " + std::to_string(what.flow) + ", which is no table");
+  }
+  guard.unlock();  // a table stays where it is, and but for its buffers as it is
+
+  const bool pushes = what.kind == OperationKind::kPushRows;
+  const void* const buffer =
+      pushes ? static_cast<const void*>(what.rows.gradients) : what.rows.target;
+  if (what.rows.ids.count > 0 && (buffer == nullptr || what.rows.ids.data == nullptr))
+    return Status(Code::kInvalidArgument, "table '" + table->spec.name + "' was given no buffer");
+  auto batch = RowBatch::create(table->spec, what.rows.ids, table->chunk);
+  if (!batch.ok()) return batch.status();
+  auto call = std::make_shared<RowCall>();
+  call->batch = std::move(batch.value());
+  call->batch.lay_out(pushes);
+  call->values_at = call->batch.payload_bytes();
+  const size_t values = pushes ? 0 : wire::values_bytes(call->batch.rows(), table->spec.columns);
+  const size_t need = call->values_at + values;
+
+  guard.lock();
+  for (Slab& spare : table->spare) {
+    if (spare.pages.bytes() < need) continue;
+    std::swap(spare, table->spare.back());
+    call->buffer = std::move(table->spare.back());
+    table->spare.pop_back();
+    break;
+  }
+  if (call->buffer.region == nullptr && need > 0) {
+    guard.unlock();
+    // With room to spare: calls touch now more rows, now fewer, and registering may be dear.
+    constexpr size_t kGrain = 64 << 10;
+    const size_t grain = std::max(kGrain, std::bit_ceil(need) / 8);
+    auto pages = Pages::allocate((need + grain - 1) / grain * grain,
+                                 "rows of table '" + table->spec.name + "' on their way");
+    if (!pages.ok()) return pages.status();
+    call->buffer.pages = std::move(pages.value());
+    guard.lock();
+    Status enrolled = call->buffer.enrol(*fabric_, fabric::Access::kRemoteWrite);
+    if (!enrolled.ok()) return enrolled;
+  }
+  guard.unlock();
+  std::byte* const payloads = call->buffer.pages.data();
+  if (pushes) {
+    call->batch.pack_push(what.rows.gradients, payloads);
+  } else {
+    call->batch.pack_pull(payloads);
+  }
+  return call;
+}
+
+void Engine::begin_rows(std::list<Active>::iterator active) {
+  const Operation& what = active->operation;
+  const bool pushes = what.kind == OperationKind::kPushRows;
+  const wire::Kind kind = pushes ? wire::Kind::kPushRows : wire::Kind::kPullRows;
+  // That a worker has touched nothing is news where all are waited for.
+  const bool tells_none = pushes && flows_[what.flow]->table->spec.policy == RowPolicy::kSync;
+  for (uint32_t index = 0; index < servers_.size(); ++index) {
+    const std::vector<RowChunk>& chunks = active->rows->batch.chunks(index);
+    for (uint32_t i = 0; i < chunks.size(); ++i) {
+      if (chunks[i].count == 0 && !tells_none) continue;
+      ++active->unanswered;
+      enqueue(*active, i, kind, what.step, index);
+    }
+  }
+  if (active->unanswered == 0) return settle(&*active);
+  for (size_t i = 0; i < servers_.size(); ++i) pump(i);
+  progress();
+}
+
+/// Writes the request of this tag into a slot; false if the connection is lost by that.
+bool Engine::post_rows(size_t index, uint32_t tag, uint32_t slot) {
+  Server& server = servers_[index];
+  Request& request = server.requests[tag];
+  const RowCall& call = *request.active->rows;
+  const RowChunk& chunk = call.batch.chunks(static_cast<uint32_t>(index))[request.partition];
+  const uint32_t columns = flows_[request.flow]->table->spec.columns;
+  const bool pushes = request.kind == wire::Kind::kPushRows;
+  wire::Header header{};
+  header.magic = wire::kHeaderMagic;
+  header.flow = request.flow;
+  header.kind = request.kind;
+  header.dtype = static_cast<uint8_t>(DType::kFloat32);
+  header.partition = request.partition;
+  header.step = request.step;
+  header.incarnation = options_.incarnation;
+  header.bytes = pushes ? wire::push_bytes(chunk.count, columns) : wire::pull_bytes(chunk.count);
+  header.reply_tag = tag;
+  if (!pushes) {
+    const size_t before = wire::values_bytes(chunk.first, columns);
+    header.reply_address =
+        reinterpret_cast<uint64_t>(call.buffer.pages.data()) + call.values_at + before;
+  }
+  header.reply_key = call.buffer.region->remote_key();
+  std::byte* const piece = server.outgoing.pages.data() + slot * server.outgoing_stride;
+  std::memcpy(piece, &header, sizeof(header));
+  const fabric::Slice slices[] = {
+      server.outgoing.slice(piece, sizeof(header)),
+      call.buffer.slice(call.buffer.pages.data() + chunk.offset, header.bytes)};
+  stats_.bytes_pushed += header.bytes;
+  server.slots[slot].borrows = true;
+  if (!cheap_) ++borrowed_;
+  return post(index, tag, slot, slices);
+}
+
+void Engine::answered_rows(size_t index, uint32_t tag, wire::Answer what, const Event& event) {
+  Server& server = servers_[index];
+  Request& request = server.requests[tag];
+  const RowChunk& chunk =
+      request.active->rows->batch.chunks(static_cast<uint32_t>(index))[request.partition];
+  Status status;
+  if (what == wire::Answer::kResult || what == wire::Answer::kResultAndCredit) {
+    const TableSpec& spec = flows_[request.flow]->table->spec;
+    const size_t expected =
+        request.kind == wire::Kind::kPullRows ? wire::values_bytes(chunk.count, spec.columns) : 0;
+    if (event.bytes != expected) {
+      return violation(index, "rows of table '" + spec.name + "' were answered with " +
+                                  std::to_string(event.bytes) + " bytes instead of " +
+                                  std::to_string(expected));
+    }
+    stats_.bytes_pulled += event.bytes;
+    recorder_.add(Stage::kConsumed, request.flow, request.step, request.partition,
+                  static_cast<uint16_t>(index));
+  } else if (what == wire::Answer::kStale || what == wire::Answer::kAhead) {
+    status = refused(index, request, what);
+  } else {
+    return violation(index, "unknown answer " + std::to_string(static_cast<uint32_t>(what)));
+  }
+  if (what == wire::Answer::kResultAndCredit && !credit(index, request.slot)) return;
+  request.answered = true;
+  Active* const active = request.active;
+  if (request.sent) retire(server, tag);
+  if (!status.ok() && active->failure.ok()) active->failure = status;
+  --active->unanswered;
+  settle(active);
+}
+
+void Engine::settle_rows(std::list<Active>::iterator active, Status status) {
+  const Operation& what = active->operation;
+  const bool pushes = what.kind == OperationKind::kPushRows;
+  if (what.outcome != nullptr) what.outcome->version = what.step + (pushes ? 1 : 0);
+  if (pushes && status.ok()) {
+    ++stats_.steps;
+    ++stats_.gradients_accepted;
+    stats_.last_step = std::max(stats_.last_step, what.step + 1);
+  } else if (pushes && status.code() == Code::kStale) {
+    ++stats_.gradients_dropped;
+  }
+  RowTable& table = *flows_[what.flow]->table;
+  auto call = std::move(active->rows);
+  if (pushes || !status.ok()) {
+    keep_buffer(table, std::move(call->buffer));
+    return finish(active, std::move(status));
+  }
+  // The copy may be long: it runs with the callback.
+  finish(active, {}, [this, &table, call = std::move(call), target = what.rows.target] {
+    call->batch.scatter(call->values(), target);
+    std::lock_guard guard(progress_lock_);
+    keep_buffer(table, std::move(call->buffer));
+  });
+}
+
+/// For the next call. The smallest goes, if there are enough.
+void Engine::keep_buffer(RowTable& table, Slab buffer) {
+  if (buffer.region == nullptr) return;
+  table.spare.push_back(std::move(buffer));
+  if (table.spare.size() <= kMostSpareBuffers) return;
+  table.spare.erase(std::min_element(
+      table.spare.begin(), table.spare.end(),
+      [](const Slab& a, const Slab& b) { return a.pages.bytes() < b.pages.bytes(); }));
 }
 
 // --- Following.
@@ -1150,6 +1425,7 @@ void Engine::received(size_t index, const Event& event) {
     return;
   }
   Request& request = server.requests[value];
+  if (wire::of_rows(request.kind)) return answered_rows(index, value, what, event);
   const Flow& flow = *flows_[request.flow];
   const Partition& partition = flow.spec.partitions[request.partition];
   Status status;
@@ -1195,18 +1471,8 @@ void Engine::received(size_t index, const Event& event) {
       violation(index, "refused the question that was asked last");
       return;
     }
-  } else if (what == wire::Answer::kStale) {
-    status = Status(Code::kStale, "step " + std::to_string(request.step) +
-                                      " was already aggregated without this gradient (" +
-                                      server_name(index) +
-                                      "): go on from the state that the last ps_step returned");
-    recorder_.add(Stage::kDropped, request.flow, request.step, request.partition,
-                  static_cast<uint16_t>(index));
-  } else if (what == wire::Answer::kAhead) {
-    status = Status(Code::kStale,
-                    "step " + std::to_string(request.step) + " is ahead of the step that " +
-                        server_name(index) +
-                        " aggregates: use the state of session.init, with its step unchanged");
+  } else if (what == wire::Answer::kStale || what == wire::Answer::kAhead) {
+    status = refused(index, request, what);
   } else {
     violation(index, "unknown answer " + std::to_string(static_cast<uint32_t>(what)));
     return;
@@ -1223,6 +1489,21 @@ void Engine::received(size_t index, const Event& event) {
   }
   answered(request, status);
   if (request.sent) retire(server, value);
+}
+
+/// What the server says to a gradient that is not of the step that it aggregates.
+Status Engine::refused(size_t index, const Request& request, wire::Answer why) {
+  const std::string step = "step " + std::to_string(request.step);
+  if (why == wire::Answer::kAhead) {
+    return Status(Code::kStale,
+                  step + " is ahead of the step that " + server_name(index) +
+                      " aggregates: use the state of session.init, with its step unchanged");
+  }
+  recorder_.add(Stage::kDropped, request.flow, request.step, request.partition,
+                static_cast<uint16_t>(index));
+  return Status(Code::kStale, step + " was already aggregated without this gradient (" +
+                                  server_name(index) +
+                                  "): go on from the state that the last ps_step returned");
 }
 
 /// All answers to a gradient are there: which version they are, and whether it counts.
@@ -1296,7 +1577,9 @@ void Engine::write_done(size_t index, uint32_t slot_index) {
     recorder_.add(Stage::kCompleted, request.flow, request.step, request.partition,
                   static_cast<uint16_t>(index));
   }
-  if (cheap_) sent(server, slot.tag);
+  if (!std::exchange(slot.borrows, false)) return;
+  if (!cheap_) --borrowed_;
+  sent(server, slot.tag);
 }
 
 /// The source of a request's write is not in use any more.
@@ -1326,6 +1609,7 @@ void Engine::settle(Active* active) {
                             [active](const Active& a) { return &a == active; });
   const OperationKind kind = active->operation.kind;
   Status status = active->failure;
+  if (of_rows(kind)) return settle_rows(found, std::move(status));
   if (kind == OperationKind::kRead) {
     Flow& flow = *flows_[active->operation.flow];
     if (!status.ok()) return end_read(flow, std::move(status));

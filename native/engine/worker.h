@@ -15,6 +15,8 @@
 #include "base/recorder.h"
 #include "base/status.h"
 #include "engine/flow.h"
+#include "engine/table_spec.h"
+#include "engine/touched.h"
 #include "fabric/fabric.h"
 
 namespace jaxrdma {
@@ -59,6 +61,21 @@ enum class OperationKind : uint8_t {
   /// and has told its checksum. All that a follower does, and what a worker begins with that takes
   /// the place of another.
   kFollow = 6,
+  /// Of a table: the gradients of rows; done once they are applied, or, of a table that takes one
+  /// mean of all workers, once all have pushed theirs and it is applied: that is version `step`
+  /// + 1.
+  kPushRows = 7,
+  kPullRows = 8,  ///< of a table: rows, as they are at `step` or later, into the target
+};
+constexpr bool of_rows(OperationKind kind) {
+  return kind == OperationKind::kPushRows || kind == OperationKind::kPullRows;
+}
+
+/// What an operation on a table is given.
+struct RowBuffers {
+  RowIds ids;
+  const float* gradients = nullptr;  ///< of each id, in a kPushRows
+  float* target = nullptr;           ///< for each id, in a kPullRows
 };
 
 /// What an operation brought beside the parameters.
@@ -75,6 +92,7 @@ struct Operation {
   uint16_t flow;
   int64_t step;
   std::vector<LeafBuffers> leaves;
+  RowBuffers rows{};  ///< of an operation on a table, which has no leaves
   /// Of a kFollow: after so long the servers are asked for the newest that they have, and it fails
   /// with kDeadline if that is not new enough; 0: at once; -1: never. The way of the parameters to
   /// here is not reckoned.
@@ -115,6 +133,8 @@ class WorkerEngine {
   /// first failure.
   virtual Status connect(const std::vector<ServerAddress>& servers, int timeout_ms) = 0;
   virtual Status add_flow(FlowSpec spec) = 0;
+  /// Takes the next number, as a flow does.
+  virtual Status add_table(TableSpec spec) = 0;
   /// Begins an operation. Any failure, an impossible argument too, goes to `operation.done`.
   virtual void start(Operation operation) = 0;
 
