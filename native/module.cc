@@ -214,6 +214,38 @@ void bind_common(nb::module_& m) {
           nb::arg("id"), nb::arg("mode"), nb::arg("dtypes"), nb::arg("elements"),
           nb::arg("partitions"), nb::arg("held") = 0)
       .def_ro("id", &FlowSpec::id);
+  nb::enum_<RowRule>(m, "RowRule")
+      .value("SGD", RowRule::kSgd)
+      .value("MOMENTUM", RowRule::kMomentum)
+      .value("ADAGRAD", RowRule::kAdagrad)
+      .value("ADAM", RowRule::kAdam);
+  nb::enum_<RowInit>(m, "RowInit")
+      .value("CONSTANT", RowInit::kConstant)
+      .value("UNIFORM", RowInit::kUniform)
+      .value("NORMAL", RowInit::kNormal);
+  nb::class_<TableSpec>(m, "TableSpec")
+      .def(
+          "__init__",
+          [](TableSpec* self, uint16_t id, std::string name, uint64_t rows, uint32_t columns,
+             RowRule rule, float rate, float momentum, float decay, float epsilon,
+             float accumulator, RowInit init, float a, float b, uint64_t seed, bool asynchronous) {
+            TableSpec spec;
+            spec.id = id;
+            spec.name = std::move(name);
+            spec.rows = rows;
+            spec.columns = columns;
+            spec.optimizer = {rule, rate, momentum, decay, epsilon, accumulator};
+            spec.start = {init, a, b, seed};
+            spec.policy = asynchronous ? RowPolicy::kAsync : RowPolicy::kSync;
+            new (self) TableSpec(std::move(spec));
+          },
+          nb::kw_only(), nb::arg("id"), nb::arg("name"), nb::arg("rows"), nb::arg("columns"),
+          nb::arg("rule"), nb::arg("rate"), nb::arg("momentum"), nb::arg("decay"),
+          nb::arg("epsilon"), nb::arg("accumulator"), nb::arg("init"), nb::arg("a"), nb::arg("b"),
+          nb::arg("seed"), nb::arg("asynchronous"))
+      .def_ro("id", &TableSpec::id);
+  m.def("check_table", &check_table, nb::arg("spec"), nb::arg("slot_payload_bytes"));
+  m.attr("MOST_ROWS") = kMostRows;
   const auto set_gid = [](fabric::VerbsSource& self, const nb::bytes& gid) {
     if (gid.size() != self.gid.size()) throw nb::value_error("a GID has 16 bytes");
     std::memcpy(self.gid.data(), gid.data(), gid.size());
@@ -262,7 +294,10 @@ void bind_worker(nb::module_& m) {
       .value("PULL", OperationKind::kPull)
       .value("INIT", OperationKind::kInit)
       .value("FETCH", OperationKind::kFetch)
-      .value("READ", OperationKind::kRead);
+      .value("READ", OperationKind::kRead)
+      .value("FOLLOW", OperationKind::kFollow)
+      .value("PUSH_ROWS", OperationKind::kPushRows)
+      .value("PULL_ROWS", OperationKind::kPullRows);
   nb::class_<Pending>(m, "Pending")
       .def_ro("server", &Pending::server)
       .def_ro("flow", &Pending::flow)
@@ -310,6 +345,7 @@ void bind_worker(nb::module_& m) {
           },
           nb::arg("addresses"), nb::arg("tokens"), nb::arg("timeout_ms"))
       .def("add_flow", &WorkerEngine::add_flow, nb::arg("spec"), Unlocked())
+      .def("add_table", &WorkerEngine::add_table, nb::arg("spec"), Unlocked())
       .def("run_operation", &run_operation, nb::arg("kind"), nb::arg("flow"), nb::arg("step"),
            nb::arg("sources"), nb::arg("targets"), nb::arg("spec"))
       .def("follow", &follow, nb::arg("flow"), nb::arg("step"), nb::arg("targets"), nb::arg("spec"),
@@ -339,6 +375,7 @@ void bind_worker(nb::module_& m) {
         Unlocked());
   m.def("forget_session", &ffi::forget_session, nb::arg("session"), Unlocked());
   m.def("cpu_handler", [] { return nb::capsule(ffi::cpu_handler()); });
+  m.def("rows_handler", [] { return nb::capsule(ffi::rows_handler()); });
   m.def("exception_hook", &exception_hook, nb::arg("hook"));
 }
 
@@ -439,6 +476,7 @@ void bind_server(nb::module_& m) {
       .def("dismiss_follower", &ServerEngine::dismiss_follower, nb::arg("follower"), nb::arg("why"),
            Unlocked())
       .def("add_flow", &ServerEngine::add_flow, nb::arg("spec"), Unlocked())
+      .def("add_table", &ServerEngine::add_table, nb::arg("spec"), Unlocked())
       .def("wait_event", &ServerEngine::wait_event, nb::arg("timeout_ms") = -1, Unlocked())
       .def("wake", &ServerEngine::wake, Unlocked())
       .def(

@@ -912,6 +912,11 @@ Result<std::shared_ptr<RowCall>> Engine::prepare_rows(const Operation& what) {
   }
   guard.unlock();  // a table stays where it is, and but for its buffers as it is
 
+  if (what.rows.columns != table->spec.columns) {
+    return Status(Code::kInvalidArgument,
+                  "table '" + table->spec.name + "' has " + std::to_string(table->spec.columns) +
+                      " columns, and was given " + std::to_string(what.rows.columns));
+  }
   const bool pushes = what.kind == OperationKind::kPushRows;
   const void* const buffer =
       pushes ? static_cast<const void*>(what.rows.gradients) : what.rows.target;

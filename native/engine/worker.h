@@ -76,6 +76,7 @@ struct RowBuffers {
   RowIds ids;
   const float* gradients = nullptr;  ///< of each id, in a kPushRows
   float* target = nullptr;           ///< for each id, in a kPullRows
+  uint32_t columns = 0;              ///< of both
 };
 
 /// What an operation brought beside the parameters.

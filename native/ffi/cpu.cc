@@ -6,45 +6,13 @@
 #include <string>
 #include <utility>
 
+#include "ffi/errors.h"
 #include "ffi/registry.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxrdma::ffi {
+
 namespace {
-
-namespace xf = xla::ffi;
-
-xf::ErrorCode xla_code(Code code) {
-  switch (code) {
-    case Code::kOk:
-      return xf::ErrorCode::kOk;
-    case Code::kInvalidArgument:
-      return xf::ErrorCode::kInvalidArgument;
-    case Code::kUnavailable:
-      return xf::ErrorCode::kUnavailable;
-    case Code::kPermissionDenied:
-      return xf::ErrorCode::kPermissionDenied;
-    case Code::kProtocol:
-      return xf::ErrorCode::kDataLoss;
-    case Code::kResource:
-      return xf::ErrorCode::kResourceExhausted;
-    case Code::kStale:
-      return xf::ErrorCode::kFailedPrecondition;
-    case Code::kDeadline:
-      return xf::ErrorCode::kDeadlineExceeded;
-    case Code::kCancelled:
-      return xf::ErrorCode::kCancelled;
-    case Code::kPeerFailed:
-      return xf::ErrorCode::kAborted;
-    case Code::kInternal:
-      return xf::ErrorCode::kInternal;
-  }
-  return xf::ErrorCode::kUnknown;
-}
-
-xf::Error xla_error(const Status& status) {
-  return xf::Error(xla_code(status.code()), "jaxrdma: " + status.message());
-}
 
 std::optional<DType> dtype_of(xf::DataType type) {
   switch (type) {
@@ -59,14 +27,6 @@ std::optional<DType> dtype_of(xf::DataType type) {
     default:
       return std::nullopt;
   }
-}
-
-/// A future that is there already: XLA takes the error from it as from any other.
-xf::Future failed(xf::Error error) {
-  xf::Promise promise;
-  xf::Future future(promise);
-  promise.SetError(std::move(error));
-  return future;
 }
 
 /// Operands: step, then whatever the results are aliased with, then from `first_source` on the

@@ -29,5 +29,7 @@ std::shared_ptr<Session> find_session(int64_t session);
 
 /// XLA's handler for the CPU, as a pointer that Python puts into a capsule.
 void* cpu_handler();
+/// The same for operations on tables.
+void* rows_handler();
 
 }  // namespace jaxrdma::ffi

@@ -21,15 +21,28 @@ namespace tcp = jaxrdma::fabric::tcp;
 namespace {
 
 constexpr uint64_t kIncarnation = 77;
-constexpr uint16_t kAverage = 0, kUpdate = 1, kHeld = 2, kShow = 3;
+constexpr uint16_t kAverage = 0, kUpdate = 1, kHeld = 2, kShow = 3, kSync = 4, kAsync = 5;
+constexpr uint32_t kColumns = 2;
+constexpr size_t kPartitionBytes = 64;  // 4 rows to a message
 
 const std::vector<std::byte> kToken(fabric::Hello::kTokenBytes, std::byte{1});
+
+TableSpec table(uint16_t id, RowPolicy policy, RowRule rule) {
+  TableSpec spec;
+  spec.id = id;
+  spec.name = "table";
+  spec.rows = 21;
+  spec.columns = kColumns;
+  spec.policy = policy;
+  spec.optimizer.rule = rule;
+  return spec;
+}
 
 std::shared_ptr<ServerEngine> make_server(uint32_t workers, bool ordered, uint32_t threads) {
   ServerOptions options;
   options.workers = workers;
   options.job = "job";
-  options.partition_bytes = 64;
+  options.partition_bytes = kPartitionBytes;
   options.slots_per_worker = 4;
   options.ordered = ordered;
   options.reduce_threads = threads;
@@ -42,6 +55,10 @@ std::shared_ptr<ServerEngine> make_server(uint32_t workers, bool ordered, uint32
                                flow(kHeld, FlowMode::kUpdate, DType::kBFloat16, 2),
                                flow(kShow, FlowMode::kShow, DType::kFloat64)}) {
     require(server->add_flow(spec).ok(), "a flow is added");
+  }
+  for (const TableSpec& spec : {table(kSync, RowPolicy::kSync, RowRule::kAdam),
+                                table(kAsync, RowPolicy::kAsync, RowRule::kAdagrad)}) {
+    require(server->add_table(spec).ok(), "a table is added");
   }
   return server;
 }
@@ -69,6 +86,51 @@ struct Grant {
   uint64_t incarnation;
 };
 
+/// The frame that writes `body` into the next slot, mostly.
+std::string written(Input& input, const Grant& grant, uint32_t& slot, const std::string& body) {
+  slot = input.take<uint8_t>() % 4 == 3 ? input.take<uint8_t>() % 4 : (slot + 1) % 4;
+  tcp::FrameHeader frame;
+  frame.type = tcp::FrameType::kWrite;
+  frame.credits = input.mostly<uint32_t>(0);
+  frame.immediate = input.mostly<uint32_t>(slot);
+  frame.key = grant.at.key[0];
+  frame.address = grant.at.address + slot * grant.at.slot_stride;
+  frame.length = body.size();
+  return fuzz::text_of(frame) + body;
+}
+
+/// Rows of a table.
+std::string row_request(Input& input, const Grant& grant, uint32_t& slot) {
+  wire::Header header{};
+  header.magic = input.mostly<uint32_t>(wire::kHeaderMagic);
+  header.flow = input.mostly<uint16_t>(kSync + input.take<uint8_t>() % 2);
+  header.kind = static_cast<wire::Kind>(input.mostly<uint8_t>(8 + input.take<uint8_t>() % 2));
+  header.dtype = input.mostly<uint8_t>(0);
+  header.reply_tag = input.mostly<uint32_t>(input.take<uint8_t>());
+  header.step = input.pick<int64_t>({0, 0, 0, 1, 2, INT64_MAX, -1, input.take<int64_t>()});
+  header.incarnation = grant.incarnation;
+  header.reply_address = input.take<uint64_t>();
+  wire::Rows rows{};
+  rows.chunks = input.mostly<uint32_t>(1 + input.take<uint8_t>() % 6);
+  header.partition = input.mostly<uint32_t>(input.take<uint8_t>() % 6);
+  const bool last = header.partition + 1 == rows.chunks;
+  const uint32_t count = last ? input.take<uint8_t>() % 5 : 4;
+  rows.count = input.mostly<uint32_t>(count);
+  std::string body = fuzz::text_of(rows);
+  uint32_t row = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    body += fuzz::text_of(input.mostly<uint32_t>(row));
+    row += 1 + input.take<uint8_t>() % 4;
+  }
+  if (header.kind == wire::Kind::kPushRows) {
+    const size_t bytes = body.size() + count * kColumns * sizeof(float);
+    body += input.text(bytes - body.size());
+    body.resize(bytes);
+  }
+  header.bytes = input.mostly<uint64_t>(body.size());
+  return written(input, grant, slot, fuzz::text_of(header) + body);
+}
+
 std::string request(Input& input, const Grant& grant, uint32_t& slot) {
   wire::Header header{};
   header.magic = input.mostly<uint32_t>(wire::kHeaderMagic);
@@ -90,16 +152,7 @@ std::string request(Input& input, const Grant& grant, uint32_t& slot) {
   header.bytes = input.mostly<uint64_t>(bytes);
   std::string body = fuzz::text_of(header) + input.text(bytes);
   body.resize(input.take<uint8_t>() % 16 == 15 ? input.take<uint8_t>() : sizeof(header) + bytes);
-
-  slot = input.take<uint8_t>() % 4 == 3 ? input.take<uint8_t>() % 4 : (slot + 1) % 4;
-  tcp::FrameHeader frame;
-  frame.type = tcp::FrameType::kWrite;
-  frame.credits = input.mostly<uint32_t>(0);
-  frame.immediate = input.mostly<uint32_t>(slot);
-  frame.key = grant.at.key[0];
-  frame.address = grant.at.address + slot * grant.at.slot_stride;
-  frame.length = body.size();
-  return fuzz::text_of(frame) + body;
+  return written(input, grant, slot, body);
 }
 
 }  // namespace
@@ -108,6 +161,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   Input input(data, bytes);
   const auto bits = input.take<uint8_t>();
   const bool follows = (bits & 1) != 0, published = (bits & 2) != 0, drops = (bits & 4) != 0;
+  const bool tables = (bits & 64) != 0;
   auto server = make_server(1 + ((bits & 8) >> 3), (bits & 16) != 0, (bits & 32) >> 5);
   int64_t made = 0;
   if (published) {
@@ -133,7 +187,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
 
   uint32_t slot = 3;
   for (size_t said = 0; input.more() && said < fuzz::kMostBytes;) {
-    const std::string frame = request(input, grant, slot);
+    const bool rows = tables && input.take<uint8_t>() % 4 != 0;
+    const std::string frame = (rows ? row_request : request)(input, grant, slot);
     peer.send(frame);
     said += frame.size();
   }

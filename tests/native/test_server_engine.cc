@@ -573,7 +573,8 @@ TEST_CASE("nobody gets in who was not admitted as he says he is") {
   check_refused([](fabric::Hello& hello) { hello.incarnation = 76; }, "not admitted");
   check_refused([](fabric::Hello& hello) { hello.worker = 1; }, "the job has 1 workers");
   check_refused([](fabric::Hello& hello) { hello.job = "another"; }, "another job");
-  check_refused([](fabric::Hello& hello) { hello.protocol_version = 9; }, "speaks protocol 9");
+  check_refused([](fabric::Hello& hello) { ++hello.protocol_version; },
+                "speaks protocol " + std::to_string(wire::kProtocolVersion + 1));
   Peer peer(0);
   CHECK(peer.connect(*server));
   CHECK(server->admit(1, 1, token_of(1)).code() == Code::kInvalidArgument);
@@ -710,9 +711,9 @@ TEST_CASE("whoever breaks the protocol is named and disconnected, and the others
     });
   };
   check_header("magic", [](wire::Header& header) { header.magic = 1; });
-  check_header("kind: expected 1 to 7, got 0",
+  check_header("kind: expected 1 to 9, got 0",
                [](wire::Header& header) { header.kind = wire::Kind{0}; });
-  check_header("kind: expected 1 to 7, got 200",
+  check_header("kind: expected 1 to 9, got 200",
                [](wire::Header& header) { header.kind = wire::Kind{200}; });
   check_header("incarnation: expected 77, got 78",
                [](wire::Header& header) { header.incarnation = 78; });
