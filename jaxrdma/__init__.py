@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxrdma.cluster import ClusterSpec as ClusterSpec
+    from jaxrdma.embedding import RowAdagrad as RowAdagrad
+    from jaxrdma.embedding import RowAdam as RowAdam
+    from jaxrdma.embedding import RowConstant as RowConstant
+    from jaxrdma.embedding import RowNormal as RowNormal
+    from jaxrdma.embedding import RowSGD as RowSGD
+    from jaxrdma.embedding import RowUniform as RowUniform
     from jaxrdma.errors import CancelledError as CancelledError
     from jaxrdma.errors import ConfigError as ConfigError
     from jaxrdma.errors import ConnectError as ConnectError
@@ -36,11 +42,18 @@ if TYPE_CHECKING:
     from jaxrdma.step import ps_step as ps_step
     from jaxrdma.step import pull as pull
     from jaxrdma.step import push as push
+    from jaxrdma.table import Embedding as Embedding
 
 __version__ = "0.1.0"
 
 _HOME = {
     "ClusterSpec": "cluster",
+    "RowAdagrad": "embedding",
+    "RowAdam": "embedding",
+    "RowConstant": "embedding",
+    "RowNormal": "embedding",
+    "RowSGD": "embedding",
+    "RowUniform": "embedding",
     "CancelledError": "errors",
     "ConfigError": "errors",
     "ConnectError": "errors",
@@ -69,6 +82,7 @@ _HOME = {
     "ps_step": "step",
     "pull": "step",
     "push": "step",
+    "Embedding": "table",
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

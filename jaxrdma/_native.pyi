@@ -69,10 +69,53 @@ class FlowSpec:
     @property
     def id(self) -> int: ...
 
+class RowRule(enum.Enum):
+    SGD = 0
+
+    MOMENTUM = 1
+
+    ADAGRAD = 2
+
+    ADAM = 3
+
+class RowInit(enum.Enum):
+    CONSTANT = 0
+
+    UNIFORM = 1
+
+    NORMAL = 2
+
+class TableSpec:
+    def __init__(
+        self,
+        *,
+        id: int,
+        name: str,
+        rows: int,
+        columns: int,
+        rule: RowRule,
+        rate: float,
+        momentum: float,
+        decay: float,
+        epsilon: float,
+        accumulator: float,
+        init: RowInit,
+        a: float,
+        b: float,
+        seed: int,
+        asynchronous: bool,
+    ) -> None: ...
+    @property
+    def id(self) -> int: ...
+
+def check_table(spec: TableSpec, slot_payload_bytes: int) -> Status: ...
+
+MOST_ROWS: int = 2147483647
+
 DEFAULT_SPIN_US: int = 0
 
 MOST_DEVICES: int = 4
-PROTOCOL_VERSION: int = 5
+PROTOCOL_VERSION: int = 9
 
 TOKEN_BYTES: int = 16
 
@@ -92,6 +135,10 @@ class OperationKind(enum.Enum):
     READ = 5
 
     FOLLOW = 6
+
+    PUSH_ROWS = 7
+
+    PULL_ROWS = 8
 
 class Pending:
     @property
@@ -165,6 +212,7 @@ class WorkerEngine:
         self, addresses: Sequence[str], tokens: Sequence[bytes], timeout_ms: int
     ) -> Status: ...
     def add_flow(self, spec: FlowSpec) -> Status: ...
+    def add_table(self, spec: TableSpec) -> Status: ...
     def run_operation(
         self,
         kind: OperationKind,
@@ -235,6 +283,7 @@ class WorkerEngine:
 def register_session(session: int, engine: WorkerEngine) -> None: ...
 def forget_session(session: int) -> None: ...
 def cpu_handler() -> CapsuleType: ...
+def rows_handler() -> CapsuleType: ...
 def exception_hook(hook: Callable[..., object]) -> object: ...
 
 class ServerEvent:
@@ -332,6 +381,7 @@ class ServerEngine:
     def admit_follower(self, follower: int, incarnation: int, token: bytes) -> Status: ...
     def dismiss_follower(self, follower: int, why: str) -> None: ...
     def add_flow(self, spec: FlowSpec) -> Status: ...
+    def add_table(self, spec: TableSpec) -> Status: ...
     def wait_event(self, timeout_ms: int = -1) -> ServerEvent: ...
     def wake(self) -> None: ...
     def gradient(

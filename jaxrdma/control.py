@@ -189,7 +189,8 @@ class FlowProposal(msgspec.Struct, frozen=True, tag="flow_proposal"):
     """A worker's model number `flow`.
 
     - `mode`: "update": the servers hold its parameters; "average": they form means; "ema": they hold the moving
-      averages of the parameters of the model before this one, for which only followers ask.
+      averages of the parameters of the model before this one, for which only followers ask; "table": single rows are
+      looked up and trained, of a table that `update_fingerprint` describes (`embedding.TableSettings`).
     - `policy`: resolved, as `policy.to_wire` writes it.
     - `programs`: the chief's alone: one opaque update program per server.
     - `averaged`: the next model is this one's averages.

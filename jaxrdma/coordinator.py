@@ -1008,7 +1008,7 @@ class Membership:
     def _begin_to_aggregate(self, number: int, flow: _Flow, step: int, now: float) -> Outgoing:
         proposal = flow.proposals[0]
         policy = from_wire(proposal.policy)
-        if policy.held == 0 or not flow.holders or proposal.mode == "ema":
+        if policy.held == 0 or not flow.holders or proposal.mode in ("ema", "table"):
             return []
         workers = self._of("worker")
         replicas = {worker.hello.index: worker.hello.incarnation for worker in workers}
@@ -1614,7 +1614,7 @@ def _flaw(proposal: FlowProposal, workers: int) -> str | None:
             return f"its policy is not complete: {proposal.policy}"
     except ConfigError as error:
         return str(error)
-    if proposal.mode not in ("update", "average", "ema"):
+    if proposal.mode not in ("update", "average", "ema", "table"):
         return f"there is no mode {proposal.mode!r}"
     if sum(math.prod(leaf.shape) for leaf in proposal.leaves) > _MOST_PARAMETERS:
         return f"it has more than {_MOST_PARAMETERS:.0e} parameters"

@@ -234,7 +234,9 @@ class Follower:
 
         def find() -> int | None:
             # Agreements come in their order.
-            models = [flow for flow, agreed in self._agreed.items() if agreed.mode != "ema"]
+            models = [
+                f for f, agreed in self._agreed.items() if agreed.mode not in ("ema", "table")
+            ]
             if self._follows is None or len(models) <= model:
                 return None
             flow = models[model]
@@ -283,14 +285,17 @@ class Follower:
         # The engine counts models as workers do: those that are not followed too.
         for number in range(len(self._plans), flow + 1):
             agreed = self._agreed[number]
-            if agreed.mode == "ema":
+            if agreed.mode == "table":  # nothing of it is followed
+                plan, held = Plan((), spec.num_servers, spec.partition_bytes, False, ()), 0
+            elif agreed.mode == "ema":
                 plan, held = agreed_average_plan(self._plans[-1][0], agreed.digest), 0
             else:
                 plan = agreed_plan(
                     agreed.leaves, spec.num_servers, spec.partition_bytes, agreed.digest
                 )
                 held = from_wire(agreed.policy).held
-            native = flow_spec(number, agreed.mode, plan, held)
+            mode = "ema" if agreed.mode == "table" else agreed.mode
+            native = flow_spec(number, mode, plan, held)
             raise_for(self._made.add_flow(native))
             self._plans.append((plan, native))
         if self._locked is not None and flow not in self._copied:

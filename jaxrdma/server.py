@@ -48,7 +48,8 @@ from jaxrdma.control import (
     WorkerAdmitted,
 )
 from jaxrdma.dump import Dumper
-from jaxrdma.errors import JaxRdmaError, MismatchError, TransportError
+from jaxrdma.embedding import TableSettings, native_spec
+from jaxrdma.errors import ConfigError, JaxRdmaError, MismatchError, TransportError
 from jaxrdma.memory import (
     SLOTS_PER_FOLLOWER,
     SLOTS_PER_WORKER,
@@ -468,6 +469,9 @@ class _Server:
     def _prepare(self, agreed: FlowAgreed) -> None:
         from jaxrdma.native import flow_spec, raise_for
 
+        if agreed.mode == "table":
+            self._prepare_table(agreed)
+            return
         if agreed.mode == "ema":
             plan = agreed_average_plan(self._plans[agreed.flow - 1], agreed.digest)
             self._averages[agreed.flow - 1] = agreed.flow
@@ -510,6 +514,24 @@ class _Server:
         self._copier.add(agreed.flow, part_plan(plan, self._spec.index))
         theirs = part_plan(plan, self._keeper.server)
         return self._keeper.server, self._keeper.add(agreed.flow, theirs, agreed.mirrored or b"")
+
+    def _prepare_table(self, agreed: FlowAgreed) -> None:
+        from jaxrdma.native import raise_for
+
+        spec, settings = self._spec, TableSettings.from_fingerprint(agreed.update_fingerprint)
+        if settings.digest(spec.num_servers, spec.partition_bytes) != agreed.digest:
+            raise MismatchError(
+                f"embedding {settings.name!r}: server {spec.index} cuts it otherwise than the workers: run the same "
+                "version of jaxrdma, with the same JAXRDMA_PARTITION_BYTES, everywhere"
+            )
+        if self._saver is not None:
+            raise ConfigError(
+                f"embedding {settings.name!r} in a job with the checkpoint folder {spec.checkpoint}: tables are not "
+                "saved. Start the job without checkpoints, and keep what you need by Embedding.lookup"
+            )
+        native = native_spec(agreed.flow, settings, from_wire(agreed.policy))
+        raise_for(self._engine.add_table(native))
+        self._client.send(FlowReady(agreed.flow, holds=False))
 
     def _started(self, start: FlowStart) -> None:
         """Before the parameters of a restored model are published: no step begins earlier."""

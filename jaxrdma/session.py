@@ -20,11 +20,20 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxrdma import _native, control, step, trace, transport
+from jaxrdma import _native, control, step, table, trace, transport
 from jaxrdma.arrays import as_bytes, place_like
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message, Wait
 from jaxrdma.dump import Dumper
+from jaxrdma.embedding import (
+    RowInit,
+    RowNormal,
+    RowOptimizer,
+    TableSettings,
+    check_settings,
+    native_spec,
+    table_policy,
+)
 from jaxrdma.errors import (
     CancelledError,
     ConfigError,
@@ -39,6 +48,7 @@ from jaxrdma.plan import Plan, assign_partitions, average_plan, describe_leaves
 from jaxrdma.policy import Policy, SyncReplicas, to_wire
 from jaxrdma.signals import SignalWatch, see_signal, tell_interrupts_plainly
 from jaxrdma.step import AverageState, PSState
+from jaxrdma.table import Embedding
 from jaxrdma.whereabouts import whereabouts
 
 if TYPE_CHECKING:
@@ -122,6 +132,12 @@ class _Model(NamedTuple):
 
     plan: Plan
     spec: "_native.FlowSpec"
+
+
+def _no_model(table: int) -> _Model:
+    """In the place of a table, which takes a number too."""
+    plan = Plan((), 1, 1, whole_leaves=False, partitions=())
+    return _Model(plan, flow_spec(table, "ema", plan))
 
 
 class Session:
@@ -283,6 +299,63 @@ class Session:
         zero = jnp.zeros((), jnp.int32)
         return self._state(flow, values, arrays, jnp.asarray(version, jnp.int32), zero)
 
+    def embedding(
+        self,
+        name: str,
+        *,
+        rows: int,
+        columns: int,
+        optimizer: RowOptimizer,
+        init: RowInit | None = None,
+        policy: Policy | None = None,
+    ) -> Embedding:
+        """Agree with the other workers on a table of which single rows are looked up and trained, on the servers.
+
+        Every worker calls this with the same arguments, in the same order among its models and tables. The table may
+        be larger than a worker's memory: a worker holds the rows of a call only. Row r lies on server r % num_servers,
+        takes memory there once it is first trained, and has an optimizer state of its own. What a row holds before
+        depends on the seed, the row and the column alone, not on the number of servers.
+
+        A table is not in checkpoints: a job with a checkpoint folder refuses it.
+
+        **Arguments:**
+
+        - `name`: for messages.
+        - `rows`, `columns`: its size; a row and its id fit `JAXRDMA_PARTITION_BYTES`.
+        - `optimizer`: `RowSGD`, `RowAdagrad` or `RowAdam`, in float32. Rows that are not touched do not change.
+        - `init`: `RowNormal`, `RowUniform` or `RowConstant`. Default: `RowNormal(0.01)`.
+        - `policy`: `SyncReplicas()`, the default: a step ends when every worker has pushed, and a row takes the mean
+          over those that touched it. `Async()`: each push is applied when it comes.
+
+        **Returns:** the table at step 0.
+
+        **Raises:** `ConfigError` for a size, a number or a policy that cannot be; `MismatchError`, on every process, if
+        the workers' tables differ; `PeerFailedError`.
+        """
+        self._check_open("embedding")
+        settings = TableSettings(
+            name, rows, columns, optimizer, init if init is not None else RowNormal()
+        )
+        check_settings(settings, self._spec.partition_bytes)
+        complete = table_policy(name, policy, self.num_workers)
+        number = len(self._models)
+        self._propose(
+            FlowProposal(
+                flow=number,
+                leaves=[settings.leaf],
+                digest=settings.digest(self.num_servers, self._spec.partition_bytes),
+                mode="table",
+                policy=to_wire(complete),
+                update_fingerprint=settings.fingerprint(),
+                programs=[],
+            )
+        )
+        raise_for(self._engine.add_table(native_spec(number, settings, complete)))
+        self._models.append(_no_model(number))
+        if self._spec.show_plan and self.index == 0:
+            control.say_on_stderr(f"model {number}: {settings.text(self.num_servers)}")
+        return Embedding(jnp.zeros((), jnp.int32), name, rows, columns, self.id, number)
+
     def read(self, state: PSState) -> PSState:
         """The parameters as the servers hold them now, and their step; over verbs.
 
@@ -437,7 +510,7 @@ class Session:
         """Compare the model with the other workers', and make it known to the engine."""
         flow = len(self._models)
         resolved = policy.complete(self.num_workers)
-        self._client.send(
+        start = self._propose(
             FlowProposal(
                 flow=flow,
                 leaves=leaves,
@@ -449,11 +522,6 @@ class Session:
                 averaged=averaged,
             )
         )
-        start = self._client.wait(
-            lambda message: isinstance(message, FlowStart) and message.flow == flow,
-            self._spec.connect_timeout,
-        )
-        assert isinstance(start, FlowStart)
         if self._locked is not None and mode != "ema":
             self._locked.add(f"a copy of model {flow}", copy_bytes(plan))
         spec = flow_spec(flow, mode, plan, 0 if mode == "ema" else resolved.held)
@@ -465,6 +533,16 @@ class Session:
         if mode != "ema":  # no step is made with them
             calls = step.make_calls(self.id, flow, leaves, average=mode == "average", mesh=mesh)
             self._flows[flow] = step.FlowCalls(tuple(leaves), treedef, calls, mesh)
+        return start
+
+    def _propose(self, proposal: FlowProposal) -> FlowStart:
+        """Wait until all workers have proposed the same, and the servers are ready for it."""
+        self._client.send(proposal)
+        start = self._client.wait(
+            lambda message: isinstance(message, FlowStart) and message.flow == proposal.flow,
+            self._spec.connect_timeout,
+        )
+        assert isinstance(start, FlowStart)
         return start
 
     def _receive(
@@ -747,4 +825,5 @@ def _register_target() -> None:
     with _target_lock:
         if not _target_registered:
             jax.ffi.register_ffi_target(step.TARGET, _native.cpu_handler(), platform="cpu")
+            jax.ffi.register_ffi_target(table.TARGET, _native.rows_handler(), platform="cpu")
             _target_registered = True

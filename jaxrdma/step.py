@@ -325,20 +325,33 @@ def _varying(aval: Any) -> Iterable[Any]:
 
 def _guard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, jitted, with an error of ours where JAX would transform it."""
-    vmapped = (
-        f"jaxrdma.{name} under vmap: a step is one exchange of whole gradients with the servers. Call it outside the "
-        "vmap, e.g. after the mean over the mapped axis"
-    )
-    differentiated = (
-        f"jaxrdma.{name} cannot be differentiated: take the gradient of the loss first, "
-        f"then hand it to {name}"
+    return guard(
+        function,
+        vmapped=(
+            f"jaxrdma.{name} under vmap: a step is one exchange of whole gradients with the servers. Call it outside "
+            "the vmap, e.g. after the mean over the mapped axis"
+        ),
+        differentiated=(
+            f"jaxrdma.{name} cannot be differentiated: take the gradient of the loss first, "
+            f"then hand it to {name}"
+        ),
     )
 
+
+def guard(
+    function: Callable[..., Any],
+    *,
+    vmapped: str | Callable[..., tuple[Any, Any]],
+    differentiated: str,
+) -> Callable[..., Any]:
+    """`function`, jitted, with an error of these texts where JAX would transform it; `vmapped` may be a rule too."""
     batchable = jax.custom_batching.custom_vmap(function)
 
     @batchable.def_vmap
-    def refuse_vmap(axis_size: int, in_batched: Any, *args: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
-        raise TypeError(vmapped)
+    def batch(axis_size: int, in_batched: Any, *args: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        if isinstance(vmapped, str):
+            raise TypeError(vmapped)
+        return vmapped(axis_size, in_batched, *args)
 
     guarded = jax.custom_jvp(batchable)
 
@@ -367,14 +380,23 @@ def find_flow(session: int, flow: int, what: str) -> FlowCalls:
 
     **Raises:** `CancelledError` if its session is not open, `StepError` if it is not a flow of that session.
     """
+    flows = check_open(session, what)
+    if flow not in flows:
+        raise StepError(
+            f"{what} of model {flow}, which was not initialised in this session: call session.init first"
+        )
+    return flows[flow]
+
+
+def check_open(session: int, what: str) -> dict[int, FlowCalls]:
+    """The flows of a session, for `what`.
+
+    **Raises:** `CancelledError` if it is not open.
+    """
     flows = _open_sessions.get(session)
     if flows is None:
         raise CancelledError(
             f"{what} of session {session}, which is not open in this process: it was closed, or the state came from "
             "another process without jaxrdma.connect and init"
         )
-    if flow not in flows:
-        raise StepError(
-            f"{what} of model {flow}, which was not initialised in this session: call session.init first"
-        )
-    return flows[flow]
+    return flows
