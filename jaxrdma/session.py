@@ -733,6 +733,7 @@ class Session:
             failed = error is not None and not _is_clean_exit(error)
             if not failed and self._engine.status.ok:
                 self._await_programs()
+                self._engine.await_sent()
             self._closed = True
         step.close_session(self.id)
         last_step = self._engine.stats().last_step

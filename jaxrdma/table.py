@@ -53,9 +53,10 @@ class Embedding:
     number: int
 
     def lookup(self, ids: Any) -> jax.Array:
-        """Rows of the table, as they are after this worker's last push.
+        """Rows of the table, as they are after the pushes that led to this step.
 
-        Each row travels once, however often it is asked for. May be called under `vmap` too.
+        Waits until those are applied: with `SyncReplicas()` until every worker has pushed as often. Each row travels
+        once, however often it is asked for. May be called under `vmap` too.
 
         **Arguments:**
 
@@ -73,7 +74,7 @@ class Embedding:
         return flat.reshape(*ids.shape, self.columns)
 
     def push(self, ids: Any, grads: Any) -> "Embedding":
-        """Hand over the gradients of rows, and wait until the servers have applied them.
+        """Hand over the gradients of rows. They are on their way when this returns.
 
         Gradients of a row that is named several times are summed. With `SyncReplicas()`, the default, every worker
         calls this once per step, with no ids if it has none, and each row takes the mean over those workers that

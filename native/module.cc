@@ -356,6 +356,7 @@ void bind_worker(nb::module_& m) {
            nb::arg("spec"))
       .def("fail", &WorkerEngine::fail, nb::arg("why"), Unlocked())
       .def("interrupt", &WorkerEngine::interrupt, Unlocked())
+      .def("await_sent", &WorkerEngine::await_sent, Unlocked())
       .def("in_flight", &WorkerEngine::in_flight, Unlocked())
       .def("pending", &WorkerEngine::pending, nb::arg("limit") = 16, Unlocked())
       .def("stats", &WorkerEngine::stats, Unlocked())

@@ -42,8 +42,8 @@ enum class Kind : uint8_t {
   /// is. The answer, without data, says that step + 1 is there; of a table whose gradients are
   /// applied as they come, that these are.
   kPushRows = 8,
-  /// Rows of a table. The answer, together with the slot, is what they hold: the table has reached
-  /// `step`, as the worker has been told so.
+  /// Rows of a table. The answer, together with the slot, is what they hold. A worker asks once it
+  /// has been told that `step` is there, so that none keeps a slot while it waits for others.
   kPullRows = 9,
 };
 /// Whether it concerns a table.

@@ -63,6 +63,7 @@ struct Active {
   explicit Active(Operation what) : operation(std::move(what)) {}
   Operation operation;
   std::shared_ptr<RowCall> rows;  ///< of an operation on a table
+  bool done = false;              ///< its callback was called; the answers are still awaited
   size_t unsent = 0;              ///< writes whose source is still in use
   size_t unanswered = 0;          ///< partitions that have not come back
   Status failure;
@@ -160,6 +161,16 @@ struct RowTable {
   TableSpec spec;
   std::vector<uint32_t> chunk;  ///< rows of a full message, by server
   std::vector<Slab> spare;      ///< buffers of calls that have ended
+  int64_t next = 0;             ///< the step of this worker's next push
+  /// Of the push that is not answered yet. What is of a later step waits for that in `held`: at the
+  /// server it would keep a slot, which others may need so that the answer can come.
+  std::optional<int64_t> pushing;
+  std::list<std::list<Active>::iterator> held;
+  Status failure;  ///< of a push that was done before
+
+  bool holds(const Operation& what) const {
+    return pushing.has_value() && (what.kind == OperationKind::kPushRows || what.step > *pushing);
+  }
 };
 
 struct Flow {
@@ -207,6 +218,7 @@ class Engine final : public WorkerEngine {
   void start(Operation operation) override;
   void fail(Status why) override;
   void stop_waiting() override;
+  Status await_sent() override;
   void interrupt() override {
     fail(Status(Code::kCancelled, "interrupted: this worker was told to stop while it waited"));
   }
@@ -260,11 +272,18 @@ class Engine final : public WorkerEngine {
            std::all_of(servers_.begin(), servers_.end(),
                        [](const Server& s) { return s.connected && s.queue.empty(); });
   }
+  /// All that was begun is done, and what is still to be sent of it is in the fabric's hands.
+  bool idle() const {
+    return std::all_of(active_.begin(), active_.end(),
+                       [](const Active& each) { return each.done && each.unsent == 0; });
+  }
   void close_connections(const Status& why, bool flush);
   void pump(size_t index);
   bool post(size_t index, uint32_t tag, uint32_t slot, std::span<const fabric::Slice> slices);
   bool post_rows(size_t index, uint32_t tag, uint32_t slot);
   void begin_rows(std::list<Active>::iterator active);
+  void ask_rows(std::list<Active>::iterator active);
+  void ask_held(RowTable& table);
   void answered_rows(size_t index, uint32_t tag, wire::Answer what, const Event& event);
   void settle_rows(std::list<Active>::iterator active, Status status);
   void keep_buffer(RowTable& table, Slab buffer);
@@ -317,6 +336,7 @@ class Engine final : public WorkerEngine {
   Clock::time_point loss_time_;
   bool closing_ = false;
   bool sleeps_patiently_ = false;  ///< who leads, if it sleeps
+  bool handling_ = false;          ///< events_
   size_t borrowed_ = 0;            ///< slots that borrow, over fabrics where others hold a copy
   WorkerStats stats_;
   Recorder recorder_;
@@ -964,10 +984,48 @@ Result<std::shared_ptr<RowCall>> Engine::prepare_rows(const Operation& what) {
 
 void Engine::begin_rows(std::list<Active>::iterator active) {
   const Operation& what = active->operation;
+  RowTable& table = *flows_[what.flow]->table;
+  const bool pushes = what.kind == OperationKind::kPushRows;
+  if (!table.failure.ok()) return finish(active, table.failure);
+  if (table.spec.policy == RowPolicy::kSync) {
+    if (pushes ? what.step != table.next : what.step < 0 || what.step > table.next) {
+      const std::string expected = (pushes ? "" : "at most ") + std::to_string(table.next);
+      return finish(
+          active, Status(Code::kStale, std::string(pushes ? "push to" : "lookup in") + " table '" +
+                                           table.spec.name + "' at step " +
+                                           std::to_string(what.step) + ", expected " + expected +
+                                           ": go on from the table that the last push returned"));
+    }
+    if (pushes) ++table.next;
+  }
+  if (table.holds(what)) {
+    table.held.push_back(active);
+    return;
+  }
+  ask_rows(active);
+}
+
+/// What waited for the answer to a push that has come.
+void Engine::ask_held(RowTable& table) {
+  auto held = std::exchange(table.held, {});
+  for (const auto& active : held) {
+    if (!table.failure.ok()) {
+      finish(active, table.failure);
+    } else if (table.holds(active->operation)) {
+      table.held.push_back(active);
+    } else {
+      ask_rows(active);
+    }
+  }
+}
+
+void Engine::ask_rows(std::list<Active>::iterator active) {
+  const Operation& what = active->operation;
+  RowTable& table = *flows_[what.flow]->table;
   const bool pushes = what.kind == OperationKind::kPushRows;
   const wire::Kind kind = pushes ? wire::Kind::kPushRows : wire::Kind::kPullRows;
   // That a worker has touched nothing is news where all are waited for.
-  const bool tells_none = pushes && flows_[what.flow]->table->spec.policy == RowPolicy::kSync;
+  const bool tells_none = pushes && table.spec.policy == RowPolicy::kSync;
   for (uint32_t index = 0; index < servers_.size(); ++index) {
     const std::vector<RowChunk>& chunks = active->rows->batch.chunks(index);
     for (uint32_t i = 0; i < chunks.size(); ++i) {
@@ -976,9 +1034,17 @@ void Engine::begin_rows(std::list<Active>::iterator active) {
       enqueue(*active, i, kind, what.step, index);
     }
   }
+  if (pushes) {
+    // The gradients were copied.
+    if (what.outcome != nullptr) what.outcome->version = what.step + 1;
+    active->done = true;
+    finished_.push_back([done = std::move(active->operation.done)] { done({}); });
+    table.pushing = what.step;
+  }
   if (active->unanswered == 0) return settle(&*active);
   for (size_t i = 0; i < servers_.size(); ++i) pump(i);
-  progress();
+  // Delivers the completions of what went out at once, without waking the crew for it.
+  if (!handling_) progress();
 }
 
 /// Writes the request of this tag into a slot; false if the connection is lost by that.
@@ -1050,18 +1116,24 @@ void Engine::answered_rows(size_t index, uint32_t tag, wire::Answer what, const 
 
 void Engine::settle_rows(std::list<Active>::iterator active, Status status) {
   const Operation& what = active->operation;
-  const bool pushes = what.kind == OperationKind::kPushRows;
-  if (what.outcome != nullptr) what.outcome->version = what.step + (pushes ? 1 : 0);
-  if (pushes && status.ok()) {
-    ++stats_.steps;
-    ++stats_.gradients_accepted;
-    stats_.last_step = std::max(stats_.last_step, what.step + 1);
-  } else if (pushes && status.code() == Code::kStale) {
-    ++stats_.gradients_dropped;
-  }
   RowTable& table = *flows_[what.flow]->table;
   auto call = std::move(active->rows);
-  if (pushes || !status.ok()) {
+  if (what.kind == OperationKind::kPushRows) {
+    if (status.ok()) {
+      ++stats_.steps;
+      ++stats_.gradients_accepted;
+      stats_.last_step = std::max(stats_.last_step, what.step + 1);
+    } else {
+      ++stats_.gradients_dropped;
+      if (table.failure.ok()) table.failure = status;
+    }
+    keep_buffer(table, std::move(call->buffer));
+    table.pushing.reset();
+    finish(active, std::move(status));
+    return ask_held(table);
+  }
+  if (what.outcome != nullptr) what.outcome->version = what.step;
+  if (!status.ok()) {
     keep_buffer(table, std::move(call->buffer));
     return finish(active, std::move(status));
   }
@@ -1317,7 +1389,9 @@ bool Engine::progress() {
   events_.clear();
   const bool moved = fabric_->poll(events_);
   // handle() never polls, so events_ stays as it is meanwhile.
+  handling_ = true;
   for (const Event& event : events_) handle(event);
+  handling_ = false;
   return moved || !events_.empty();
 }
 
@@ -1592,7 +1666,7 @@ void Engine::sent(Server& server, uint32_t tag) {
   Request& request = server.requests[tag];
   request.sent = true;
   Active* active = request.active;
-  if (active != nullptr) --active->unsent;
+  if (active != nullptr && --active->unsent == 0 && active->done) state_changed_.notify_all();
   if (request.answered) {
     retire(server, tag);
   } else if (active != nullptr && active->operation.kind == OperationKind::kPush) {
@@ -1646,7 +1720,9 @@ void Engine::finish(std::list<Active>::iterator active, Status status,
   active->sources.clear();
   active->targets.clear();
   auto done = std::move(active->operation.done);
+  const bool was_done = active->done;
   active_.erase(active);
+  if (was_done) return;
   finished_.push_back(
       [done = std::move(done), status = std::move(status), before = std::move(before)] {
         if (before) before();
@@ -1663,6 +1739,7 @@ void Engine::give_up() {
   for (const auto& flow : flows_) {
     flow->reading = Reading{};
     flow->following = Following{};
+    if (flow->table != nullptr) flow->table->held.clear();
   }
   while (!active_.empty()) finish(active_.begin(), why);
   for (Server& server : servers_) {
@@ -1687,9 +1764,20 @@ void Engine::fail(Status why) {
   fabric_->wake();
 }
 
+Status Engine::await_sent() {
+  std::unique_lock guard(progress_lock_);
+  state_changed_.wait(guard, [this] {
+    const bool sent = std::none_of(active_.begin(), active_.end(),
+                                   [](const Active& each) { return each.done && each.unsent > 0; });
+    return sent || closing_ || !failure_.ok() || !loss_.ok();
+  });
+  return failure_.ok() ? loss_ : failure_;
+}
+
 size_t Engine::in_flight() const {
   std::lock_guard guard(progress_lock_);
-  return active_.size();
+  return static_cast<size_t>(
+      std::count_if(active_.begin(), active_.end(), [](const Active& each) { return !each.done; }));
 }
 
 std::vector<Pending> Engine::pending(size_t limit) const {
@@ -1701,6 +1789,10 @@ std::vector<Pending> Engine::pending(size_t limit) const {
       for (const Request& request : servers_[i].requests) {
         // An answer may come before the completion of what was asked with.
         if (!request.live || (request.answered && request.sent)) continue;
+        // Nor is a push that is done waited for, before somebody wants to know what it led to.
+        const RowTable* table = flows_[request.flow]->table.get();
+        const bool done = request.active != nullptr && request.active->done;
+        if (done && (table == nullptr || table->held.empty())) continue;
         result.push_back({i, request.flow, request.step, request.partition, request.stage,
                           std::chrono::duration<double>(now - request.since).count()});
       }
@@ -1739,7 +1831,7 @@ void Engine::close() {
   {
     std::lock_guard guard(progress_lock_);
     closing_ = true;
-    close_connections(Status(Code::kCancelled, "the worker closed its session"), active_.empty());
+    close_connections(Status(Code::kCancelled, "the worker closed its session"), idle());
     state_changed_.notify_all();
     fabric_->wake();
   }

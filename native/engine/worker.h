@@ -61,11 +61,12 @@ enum class OperationKind : uint8_t {
   /// and has told its checksum. All that a follower does, and what a worker begins with that takes
   /// the place of another.
   kFollow = 6,
-  /// Of a table: the gradients of rows; done once they are applied, or, of a table that takes one
-  /// mean of all workers, once all have pushed theirs and it is applied: that is version `step`
-  /// + 1.
+  /// Of a table: the gradients of rows. Done once they are on their way, their buffer is not needed
+  /// any more. Of a table that takes one mean of all workers they are of the next step, or none.
   kPushRows = 7,
-  kPullRows = 8,  ///< of a table: rows, as they are at `step` or later, into the target
+  /// Of a table: rows, as they are at `step` or later, into the target. Waits until what this
+  /// worker pushed before that step is applied; if it was refused, this fails.
+  kPullRows = 8,
 };
 constexpr bool of_rows(OperationKind kind) {
   return kind == OperationKind::kPushRows || kind == OperationKind::kPullRows;
@@ -147,6 +148,8 @@ class WorkerEngine {
   virtual void interrupt() = 0;
   /// Fails with kCancelled what waits for a version to follow. Later operations go well.
   virtual void stop_waiting() = 0;
+  /// Waits until all gradients of rows whose kPushRows is done have been sent, or it fails.
+  virtual Status await_sent() = 0;
   /// Operations begun and not yet done.
   virtual size_t in_flight() const = 0;
   /// The longest-waiting first, at most `limit`.

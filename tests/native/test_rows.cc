@@ -259,9 +259,18 @@ TEST_CASE("rows: each is averaged over the workers that touched it, what comes t
   const auto before = job.pull(0, 0, {7, 8, 9});
   Rows a(job.worker(0), OperationKind::kPushRows, 0, {7, 8, 7}, ones(3, 1.0f));
   Rows b(job.worker(1), OperationKind::kPushRows, 0, {7}, ones(1, 4.0f));
-  wait_stats(job.server(1), [](const ServerStats& stats) { return stats.bytes_pushed >= 80; });
-  CHECK(!a.ended());  // before everybody has pushed
-  CHECK(!b.ended());
+  // What is pushed is copied, and done; what is looked up then waits until everybody has pushed.
+  REQUIRE(a.wait().ok());
+  REQUIRE(b.wait().ok());
+  Rows early(job.worker(0), OperationKind::kPullRows, 1, {7});
+  Rows before_that(job.worker(0), OperationKind::kPullRows, 0, {7});
+  REQUIRE(before_that.wait().ok());
+  CHECK(before_that.values == std::vector<float>(before.begin(), before.begin() + kColumns));
+  CHECK(!early.ended());
+  CHECK(job.worker(0).in_flight() == 1);
+  CHECK(job.worker(1).in_flight() == 0);
+  CHECK(job.worker(0).pending(10).size() == 2);  // of both servers
+  CHECK(job.worker(1).pending(10).empty());      // it waits for nothing
   Rows c(job.worker(2), OperationKind::kPushRows, 0, {7}, ones(1, 6.0f));
   for (Rows* each : {&a, &b, &c}) {
     REQUIRE(each->wait().ok());
@@ -273,6 +282,8 @@ TEST_CASE("rows: each is averaged over the workers that touched it, what comes t
     CHECK(after[kColumns + i] == doctest::Approx(before[kColumns + i] - 0.125));
     CHECK(after[2 * kColumns + i] == before[2 * kColumns + i]);
   }
+  REQUIRE(early.wait().ok());
+  CHECK(early.values == std::vector<float>(after.begin(), after.begin() + kColumns));
   CHECK(job.server(0).stats().steps + job.server(1).stats().steps == 2);
   CHECK(job.worker(0).stats().steps == 1);
 }
@@ -350,6 +361,7 @@ TEST_CASE("rows: what is asynchronous is applied as it comes, and nobody is wait
     reference.push(drawn.ids, drawn.gradients);
     reference.step();
   }
+  reference.check(every(spec.rows), job.pull(0, 4, every(spec.rows)), 1e-5);
   reference.check(every(spec.rows), job.pull(1, 0, every(spec.rows)), 1e-5);
   Rows none(job.worker(1), OperationKind::kPushRows, 0, {});
   REQUIRE(none.wait().ok());
@@ -382,6 +394,7 @@ TEST_CASE("rows: a step that is over, or not yet begun, is refused") {
   CHECK(stale.wait().code() == Code::kStale);
   Rows ahead(job.worker(0), OperationKind::kPushRows, 2, {1}, zeros);
   CHECK(ahead.wait().code() == Code::kStale);
+  CHECK(ahead.wait().message().find("at step 2, expected 1") != std::string::npos);
   Rows early(job.worker(0), OperationKind::kPullRows, 2, {1});
   CHECK(early.wait().code() == Code::kStale);
   Rows next(job.worker(0), OperationKind::kPushRows, 1, {1}, zeros);
@@ -440,6 +453,39 @@ TEST_CASE("rows: many at once, from many threads") {
   CHECK(static_cast<double>(stats.bytes_pushed) < 1.05 * static_cast<double>(pushed));
 }
 
+TEST_CASE("rows: pushes and lookups wait for the push before them, in any order of calls") {
+  Job job(2, 2, spec_of());
+  std::vector<std::unique_ptr<Rows>> calls;
+  const auto push = [&](size_t worker, int64_t step) {
+    calls.push_back(std::make_unique<Rows>(job.worker(worker), OperationKind::kPushRows, step,
+                                           std::vector<int32_t>{1, 2}, floats(2 * kColumns, 1.0f)));
+  };
+  for (int64_t step = 0; step < 5; ++step) push(0, step);
+  Rows last(job.worker(0), OperationKind::kPullRows, 5, {1});
+  Rows first(job.worker(0), OperationKind::kPullRows, 0, {3});
+  REQUIRE(first.wait().ok());
+  CHECK(calls[0]->wait().ok());
+  CHECK(!calls[1]->ended());
+  CHECK(!last.ended());
+  const auto before = job.pull(1, 0, {1});
+  for (int64_t step = 0; step < 5; ++step) push(1, step);
+  for (const auto& call : calls) CHECK(call->wait().ok());
+  REQUIRE(last.wait().ok());
+  CHECK(last.values[0] == doctest::Approx(before[0] - 5 * 0.125));
+}
+
+TEST_CASE("rows: who leaves after a push has given it") {
+  Job job(1, 2, spec_of());
+  const auto before = job.pull(0, 0, {1});
+  Rows push(job.worker(1), OperationKind::kPushRows, 0, every(1000), floats(1000 * kColumns, 1.0f));
+  REQUIRE(push.wait().ok());
+  REQUIRE(job.worker(1).await_sent().ok());
+  job.server(0).mark_left(1);
+  job.worker(1).close();
+  Rows mine(job.worker(0), OperationKind::kPushRows, 0, {1}, floats(kColumns, 3.0f));
+  CHECK(job.pull(0, 1, {1})[0] == doctest::Approx(before[0] - 0.125 * 2.0));
+}
+
 TEST_CASE("rows: it is told whose push is lacking, and that it left") {
   Job job(1, 2, spec_of());
   Rows push(job.worker(0), OperationKind::kPushRows, 0, {1}, floats(kColumns, 1.0f));
@@ -455,7 +501,6 @@ TEST_CASE("rows: it is told whose push is lacking, and that it left") {
   REQUIRE(static_cast<int>(event.kind) == static_cast<int>(ServerEvent::Kind::kStranded));
   CHECK(event.worker == 1);
   CHECK(event.text.find("'words'") != std::string::npos);
-  CHECK(!push.ended());
 }
 
 TEST_CASE("rows: a table that cannot be is refused, on both sides") {
@@ -595,6 +640,22 @@ TEST_CASE("rows: a peer that breaks the rules is disconnected and told what it b
   CAPTURE(event.text);
   CHECK(event.text.find(expected) != std::string::npos);
   peer.wait([&] { return peer.ended; });
+}
+
+TEST_CASE("rows: what a peer pushes of another step is refused") {
+  auto server = make_server(options_for(1));
+  REQUIRE(server->add_table(spec_of()).ok());
+  Peer peer(0);
+  REQUIRE(peer.connect(*server));
+  send(peer, said(peer, wire::Kind::kPushRows, {1, 1}, {4}, 0, 0, 1));
+  peer.expect(wire::Answer::kResult, 1);
+  send(peer, said(peer, wire::Kind::kPushRows, {1, 1}, {4}, 0, 0, 2));
+  peer.expect(wire::Answer::kStale, 2);
+  send(peer, said(peer, wire::Kind::kPushRows, {1, 1}, {4}, 2, 0, 3));
+  peer.expect(wire::Answer::kAhead, 3);
+  send(peer, said(peer, wire::Kind::kPullRows, {1, 1}, {4}, 2, 0, 4));
+  peer.expect(wire::Answer::kAhead, 4);
+  CHECK(server->stats().dropped[0] == 3);
 }
 
 TEST_CASE("rows: what comes twice counts once, and the later is answered") {
