@@ -15,6 +15,7 @@ Usage, from any folder:
   python tests/cluster/full.py idle      what a session that does nothing costs in 60 s: processor time of the busiest
   python tests/cluster/full.py stops     SIGSTOP of a worker for 60 s, then SIGCONT, under every policy
   python tests/cluster/full.py leaves    every kind of leaf, one of 512 MiB; needs 20 GiB of memory
+  python tests/cluster/full.py embedding 5 million rows of 64 columns, of which 3 workers touch 1 % each in a step
 Options: --times N instead of 20 (or of all orders), --delay S instead of 20, --jobs N at a time, --seed N.
 """
 
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.cluster.blame import check_all_name, error_of
 from tests.cluster.job import Job
+from tests.cluster.test_embedding import train_rows
 from tests.cluster.test_kill import VICTIMS, kill_at_random_step
 from tests.cluster.test_leaves import train_every_leaf
 from tests.cluster.test_many import check_flat, come_and_go, follow_and_leave, serve_many
@@ -137,6 +139,15 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
             return time.monotonic() - begin
 
         return [Case("leaves", "one of 512 MiB", leaves)] * (times or 1)
+
+    if what == "embedding":
+
+        def rows(job: Job) -> float:
+            begin = time.monotonic()
+            train_rows(job, 5_000_000, 64, 3, "adagrad", limit_s=900)
+            return time.monotonic() - begin
+
+        return [Case("embedding", "5,000,000 rows of 64 columns", rows)] * (times or 1)
 
     if what == "stops":
         return [
@@ -326,6 +337,7 @@ def main() -> int:
         "idle",
         "leaves",
         "stops",
+        "embedding",
     ]
     parser.add_argument("what", choices=doings)
     parser.add_argument("--times", type=int)
@@ -337,6 +349,7 @@ def main() -> int:
     mark = os.environ[MARK] = uuid.uuid4().hex
     cases = cases_of(args.what, args.times, args.delay, random.Random(args.seed))
     sizes = {"one-core": (1, 2), "devices": (1, 2), "soak": (2, 3), "stops": (2, 3)}
+    sizes |= {"embedding": (2, 3)}
     workers = sizes.get(args.what, (2, 2))
     at_once = args.jobs or (3 if args.what == "orders" else 1)
     with ThreadPoolExecutor(at_once) as pool:

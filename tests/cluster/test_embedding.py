@@ -239,7 +239,7 @@ def test_a_worker_that_pushes_less_often_is_named(
         "    table = session.embedding('words', rows=9, columns=2, optimizer=jaxrdma.RowSGD(0.5))\n"
         "    for _ in range(3 - session.index):\n"
         "        table = table.push([1], np.ones((1, 2), np.float32))\n"
-        "    jax.block_until_ready(table)\n"
+        "    jax.block_until_ready(table.lookup([1]))\n"
     )
     job = make_job(1, 2).start(path)
     job.wait(60)

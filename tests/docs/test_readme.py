@@ -200,6 +200,25 @@ def test_reading_is_of_one_version_or_refused_as_it_says(
     make_job(1, 2).start(script).succeed()
 
 
+def test_rows_of_a_table_are_trained(tmp_path: Path, make_job: Callable[..., Job]) -> None:
+    (snippet,) = [block for block in blocks("python") if "session.embedding" in block]
+    path = tmp_path / "rows.py"
+    path.write_text(
+        PREAMBLE
+        + "my_batches_of_ids = [np.array([[3, 4_999_999], [3, number]]) for number in range(30)]\n"
+        + "session = jaxrdma.connect()\n"
+        + snippet
+        + "print('loss', float(jnp.mean((table.lookup([3]) - 1.0) ** 2)), int(table.step))\n"
+        + "session.leave()\n"
+    )
+    job = make_job(2, 2).start(path)
+    job.succeed(60)
+    for worker in range(2):
+        _, loss, step = job.output(f"worker {worker}").splitlines()[-1].split()
+        assert float(loss) < 0.9, job.outputs()
+        assert int(step) == 30
+
+
 def test_a_follower_takes_versions_until_the_job_ends(
     tmp_path: Path, make_job: Callable[..., Job]
 ) -> None:

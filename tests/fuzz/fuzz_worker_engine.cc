@@ -22,7 +22,18 @@ namespace tcp = jaxrdma::fabric::tcp;
 
 namespace {
 
-constexpr int kAnswerMs = 3;  // for a request that may never come
+constexpr uint32_t kRows = 3, kColumns = 4;  // in one message
+constexpr int kAnswerMs = 3;                 // for a request that may never come
+
+TableSpec table(uint16_t id, bool sync) {
+  TableSpec spec;
+  spec.id = id;
+  spec.name = "table";
+  spec.rows = 9;
+  spec.columns = kColumns;
+  spec.policy = sync ? RowPolicy::kSync : RowPolicy::kAsync;
+  return spec;
+}
 
 /// The server. Runs on a thread of its own, since `connect` waits for it.
 void serve(fuzz::Listener& listener, Input input) {
@@ -60,7 +71,8 @@ void serve(fuzz::Listener& listener, Input input) {
     size_t bytes = kElements * sizeof(float);
     if (to.kind == wire::Kind::kVerdict) bytes = sizeof(wire::Verdict);
     if (to.kind == wire::Kind::kKeep) bytes = sizeof(wire::Kept);
-    if (kind >= 2 && kind <= 4) bytes = 0;
+    if (to.kind == wire::Kind::kPushRows || (kind >= 2 && kind <= 4)) bytes = 0;
+    if (to.kind == wire::Kind::kPullRows) bytes = kRows * kColumns * sizeof(float);
     std::string body = input.text(bytes);
     body.resize(input.take<uint8_t>() % 16 == 15 ? input.take<uint8_t>() : bytes);
     tcp::FrameHeader frame;
@@ -88,7 +100,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   const auto bits = input.take<uint8_t>();
   const auto kind = static_cast<OperationKind>(
       input.pick({OperationKind::kExchange, OperationKind::kExchange, OperationKind::kInit,
-                  OperationKind::kFetch, OperationKind::kFollow, OperationKind::kPush}));
+                  OperationKind::kFetch, OperationKind::kFollow, OperationKind::kPush,
+                  OperationKind::kPushRows, OperationKind::kPullRows}));
   fuzz::Listener listener;
   WorkerOptions options;
   options.job = "job";
@@ -103,6 +116,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   const std::vector<std::byte> token(fabric::Hello::kTokenBytes, std::byte{1});
   if (worker->connect({{listener.address(), token}}, 5000).ok()) {
     (void)worker->add_flow(flow(0, FlowMode::kUpdate, DType::kFloat32, (bits & 2) != 0 ? 2 : 0));
+    (void)worker->add_table(table(1, (bits & 2) != 0));
     const auto start = [&](OperationKind what) {
       Operation operation;
       operation.kind = what;
@@ -117,7 +131,29 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
       ++begun;
       worker->start(std::move(operation));
     };
-    start(kind);
+    const std::array<int32_t, kRows> ids{7, 0, 4};
+    const auto start_rows = [&](OperationKind what, int64_t step) {
+      Operation operation;
+      operation.kind = what;
+      operation.flow = 1;
+      operation.step = step;
+      operation.rows.ids = {reinterpret_cast<const std::byte*>(ids.data()), RowIds::Type::kInt32,
+                            ids.size()};
+      operation.rows.columns = kColumns;
+      operation.rows.gradients = source[1].data();
+      operation.rows.target = target[1].data();
+      operation.done = [&ended](const Status&) { ++ended; };
+      ++begun;
+      worker->start(std::move(operation));
+    };
+    if (kind == OperationKind::kPushRows) {
+      for (int64_t step = 0; step < 3; ++step) start_rows(kind, step);
+      start_rows(OperationKind::kPullRows, 2);
+    } else if (kind == OperationKind::kPullRows) {
+      start_rows(kind, 0);
+    } else {
+      start(kind);
+    }
     if (kind == OperationKind::kPush) start(OperationKind::kPull);
     if ((bits & 8) != 0) worker->stop_waiting();
     // A connection that is lost waits for the control plane's word.
