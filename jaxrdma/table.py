@@ -140,11 +140,21 @@ def _calls(session: int, number: int, columns: int) -> _Calls:
             columns=np.int64(columns),
         )
 
+    def check_device(what: str) -> None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.manual_axes and mesh.size > 1:
+            raise TypeError(
+                f"Embedding.{what} inside shard_map: each of the {mesh.size} devices would do it. Look rows up before, "
+                "and push their gradients after it"
+            )
+
     def lookup(step: Any, ids: Any) -> Any:
+        check_device("lookup")
         rows = jax.ShapeDtypeStruct((ids.size, columns), np.float32)
         return call(_native.OperationKind.PULL_ROWS, rows, step, ids)
 
     def push(step: Any, ids: Any, grads: Any) -> Any:
+        check_device("push")
         following = jax.ShapeDtypeStruct((), np.int32)
         return call(_native.OperationKind.PUSH_ROWS, following, step, ids, grads)
 

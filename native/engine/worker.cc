@@ -994,7 +994,8 @@ void Engine::begin_rows(std::list<Active>::iterator active) {
           active, Status(Code::kStale, std::string(pushes ? "push to" : "lookup in") + " table '" +
                                            table.spec.name + "' at step " +
                                            std::to_string(what.step) + ", expected " + expected +
-                                           ": go on from the table that the last push returned"));
+                                           ": go on from the table that the last push returned, "
+                                           "and call it from one device"));
     }
     if (pushes) ++table.next;
   }

@@ -38,8 +38,8 @@ xf::Future call(xf::AnyBuffer step, xf::AnyBuffer ids, xf::RemainingArgs operand
     return failed(
         xf::Error::InvalidArgument("jaxrdma: ids of rows must be int32, int64 or uint32"));
   }
-  const std::shared_ptr<WorkerEngine> engine = find_session(session);
-  if (engine == nullptr) {
+  const std::shared_ptr<Session> found = find_session(session);
+  if (found == nullptr) {
     return failed(
         xf::Error(xf::ErrorCode::kFailedPrecondition,
                   "jaxrdma: session " + std::to_string(session) +
@@ -88,7 +88,7 @@ xf::Future call(xf::AnyBuffer step, xf::AnyBuffer ids, xf::RemainingArgs operand
     if (next_step != nullptr) *next_step = static_cast<int32_t>(outcome->version);
     promise->SetAvailable();
   };
-  engine->start(std::move(operation));
+  found->engine->start(std::move(operation));
   return future;
 }
 

@@ -247,6 +247,77 @@ def test_a_worker_that_pushes_less_often_is_named(
     assert "step 2 of table 'words'" in job.output("worker 0"), job.outputs()
 
 
+LOSES = """
+import os, signal
+import numpy as np
+import jaxrdma
+
+with jaxrdma.connect() as session:
+    table = session.embedding(
+        "words",
+        rows=100,
+        columns=4,
+        optimizer=jaxrdma.RowSGD(0.5),
+        init=jaxrdma.RowConstant(1.0),
+        policy=jaxrdma.Async(),
+    )
+    mine = [session.index]
+    for number in range(40):
+        table = table.push(mine, np.ones((1, 4), np.float32))
+        if session.index == 1 and number == 3:
+            table.lookup(mine).block_until_ready()
+            print("dies", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    print(np.asarray(table.lookup([0, 1]))[:, 0].tolist())
+"""
+
+
+def test_an_asynchronous_table_bears_the_loss_of_a_worker(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    path = tmp_path / "loses.py"
+    path.write_text(LOSES)
+    job = make_job(2, 2).start(path)
+    codes = job.wait(60)
+    lost = codes.pop("worker 1")
+    assert lost == -9, job.outputs()
+    assert set(codes.values()) == {0}, job.outputs()
+    trained = json.loads(job.output("worker 0").splitlines()[-1])
+    assert trained[0] == 1.0 - 40 * 0.5
+
+
+FOLLOWED = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, optax
+import jaxrdma
+
+with jaxrdma.connect() as session:
+    table = session.embedding("words", rows=100, columns=4, optimizer=jaxrdma.RowSGD(0.5))
+    state = session.init({"w": jnp.ones(3)}, update=optax.sgd(1.0))
+    state = jax.block_until_ready(jaxrdma.ps_step(state, {"w": jnp.ones(3)}))
+    print("stepped", flush=True)
+    while not Path(sys.argv[1]).exists():
+        table = table.push([1], jnp.ones((1, 4)))
+        table.lookup([1]).block_until_ready()
+"""
+
+
+def test_a_follower_of_a_job_with_a_table_takes_its_models(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    path = tmp_path / "followed.py"
+    path.write_text(FOLLOWED)
+    job = make_job(2, 1).start(path, tmp_path / "enough")
+    job.wait_for_output("worker 0", "stepped")
+    with jaxrdma.follow(coordinator=job.address) as follower:
+        snapshot = follower.pull({"w": np.zeros(3, np.float32)})
+    (tmp_path / "enough").touch()
+    assert snapshot.step == 1
+    assert np.asarray(snapshot.params["w"]).tolist() == [0.0, 0.0, 0.0]
+    job.succeed()
+
+
 def test_a_job_with_checkpoints_refuses_a_table(
     make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
