@@ -152,9 +152,14 @@ def render(status: JobStatus, width: int = _WIDE) -> "list[RenderableType]":
         )
     for cells in map(_cells, status.processes):
         table.add_row(*(cells[name] for name in names))
+    kinds = {
+        "average": ", gradients averaged only",
+        "ema": ", moving averages",
+        "table": ", of a table",
+    }
     models = [
         f"model {m.flow}: {m.state}, {m.policy}, {m.parameters:,} parameters in {m.leaves} leaves"
-        + {"average": ", gradients averaged only", "ema": ", moving averages"}.get(m.mode, "")
+        + kinds.get(m.mode, "")
         for m in status.models
     ]
     return [head, table, *models, *([status.text] if status.text else [])]

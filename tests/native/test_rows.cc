@@ -541,7 +541,7 @@ std::vector<std::byte> payload_of(const wire::Rows& rows, const std::vector<uint
                                   const std::vector<float>& values) {
   std::vector<std::byte> bytes(sizeof(rows) + 4 * ids.size() + 4 * values.size());
   std::memcpy(bytes.data(), &rows, sizeof(rows));
-  std::memcpy(bytes.data() + sizeof(rows), ids.data(), 4 * ids.size());
+  if (!ids.empty()) std::memcpy(bytes.data() + sizeof(rows), ids.data(), 4 * ids.size());
   if (!values.empty())
     std::memcpy(bytes.data() + sizeof(rows) + 4 * ids.size(), values.data(), 4 * values.size());
   return bytes;
