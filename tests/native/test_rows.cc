@@ -453,6 +453,30 @@ TEST_CASE("rows: many at once, from many threads") {
   CHECK(static_cast<double>(stats.bytes_pushed) < 1.05 * static_cast<double>(pushed));
 }
 
+TEST_CASE("rows: what is long is done by another thread, while others look rows up") {
+  const TableSpec spec = spec_of(RowRule::kAdam, 6000);
+  Job job(1, 2, spec);
+  Reference reference(spec);
+  const auto ids = every(spec.rows);
+  std::minstd_rand random(3);
+  std::vector<std::unique_ptr<Rows>> calls;
+  for (int64_t step = 0; step < 3; ++step) {
+    for (uint32_t w = 0; w < 2; ++w) {
+      std::vector<float> gradients;
+      for (size_t i = 0; i < spec.rows * kColumns; ++i)
+        gradients.push_back(static_cast<float>(random() % 2001) / 1000.0f - 1.0f);
+      reference.push(ids, gradients);
+      calls.push_back(
+          std::make_unique<Rows>(job.worker(w), OperationKind::kPushRows, step, ids, gradients));
+      // Of a step before that, so that nothing is waited for.
+      calls.push_back(std::make_unique<Rows>(job.worker(w), OperationKind::kPullRows, 0, ids));
+    }
+    reference.step();
+  }
+  for (const auto& call : calls) REQUIRE(call->wait().ok());
+  reference.check(ids, job.pull(1, 3, ids), 2e-5);
+}
+
 TEST_CASE("rows: pushes and lookups wait for the push before them, in any order of calls") {
   Job job(2, 2, spec_of());
   std::vector<std::unique_ptr<Rows>> calls;
@@ -483,12 +507,14 @@ TEST_CASE("rows: who leaves after a push has given it") {
   job.server(0).mark_left(1);
   job.worker(1).close();
   Rows mine(job.worker(0), OperationKind::kPushRows, 0, {1}, floats(kColumns, 3.0f));
+  REQUIRE(mine.wait().ok());
   CHECK(job.pull(0, 1, {1})[0] == doctest::Approx(before[0] - 0.125 * 2.0));
 }
 
 TEST_CASE("rows: it is told whose push is lacking, and that it left") {
   Job job(1, 2, spec_of());
   Rows push(job.worker(0), OperationKind::kPushRows, 0, {1}, floats(kColumns, 1.0f));
+  REQUIRE(push.wait().ok());
   wait_stats(job.server(0), [](const ServerStats& stats) { return stats.bytes_pushed > 0; });
   const std::vector<Lack> lacks = job.server(0).lacking(10);
   REQUIRE(lacks.size() == 1);
