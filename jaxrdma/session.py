@@ -337,6 +337,11 @@ class Session:
             name, rows, columns, optimizer, init if init is not None else RowNormal()
         )
         check_settings(settings, self._spec.partition_bytes)
+        if self._spec.replicate:
+            raise ConfigError(
+                f"replicate=1 with embedding {name!r}: no other server keeps a copy of a table's rows. Start the job "
+                "without replicate, or train the table in a job of its own"
+            )
         complete = table_policy(name, policy, self.num_workers)
         number = len(self._models)
         self._propose(
