@@ -1,6 +1,8 @@
 """What one process knows of its cluster: `ClusterSpec`, and the environments it is read from."""
 
+import contextlib
 import difflib
+import errno
 import ipaddress
 import json
 import os
@@ -8,6 +10,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, cast
 
 from jaxrdma.errors import ConfigError
@@ -520,10 +523,42 @@ def bind(listen: str, who: str) -> socket.socket:
             sock.close()
             raise
     except OSError as error:
-        raise ConfigError(
-            f"{who} cannot listen at {listen}: {error.strerror or error} (errno {error.errno})"
-        ) from None
+        why = why_not_to_listen(error, host, port)
+        raise ConfigError(f"{who} cannot listen at {listen}: {why}") from None
     return sock
+
+
+def why_not_to_listen(error: OSError, host: str, port: int) -> str:
+    """Why an address cannot be listened at, and what to do."""
+    if isinstance(error, socket.gaierror):
+        return f"its host name does not resolve ({error.strerror})"
+    text = f"{error.strerror or error} (errno {error.errno})"
+    if error.errno == errno.EADDRINUSE:
+        return f"{text}{listener(port)}. Give every job, and every server, a port of its own"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{text}: {host} is not an address of this machine. Give one that `ip address` shows here"
+    return text
+
+
+def listener(port: int) -> str:
+    """Who listens at a port of this machine, as in "Address already in use, by process 12 (...)"; empty if unknown."""
+    sockets: set[str] = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").iterdir() if sockets else ():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # ended meanwhile, or not ours to look at
+            for descriptor in (process / "fd").iterdir():
+                if os.readlink(descriptor) in sockets:
+                    command = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+                    shown = " ".join(part.decode(errors="replace") for part in command[:6])
+                    return f", by process {process.name} ({shown})"
+    return ""
 
 
 def _flag(text: str) -> bool:

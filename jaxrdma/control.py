@@ -87,6 +87,8 @@ _RETRY_SECONDS = 0.1
 _GRACE_SECONDS = 2.0  # for the coordinator's own, better explained deadline to arrive first
 # Who rests looks so often whether it still does: whoever works again is heard soon.
 _LOOK_SECONDS = 2.5
+# What a firewall that refuses, or a missing route, makes of an attempt to connect.
+_REJECTED = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM)
 _PAUSE_SECONDS = 2.0  # a heartbeat this late means that this process itself was stopped
 
 
@@ -157,6 +159,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 IN_STEP = "in a step"  # the state of a worker that waits for servers
+JOINS = "joining"  # of one that is not connected to all of them yet
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -663,7 +666,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag="job_failed"):
 
     A worker that the others go on without is told one of kind "lost": it has no part in the job any more.
 
-    Kinds: died, silent, left, timeout, connection, protocol, interrupted, mismatch, transport, checkpoint,
+    Kinds: died, silent, left, timeout, connection, protocol, interrupted, terminated, mismatch, transport, checkpoint,
     coordinator_lost, and whatever kind a member gave in `Failed`: raised, or config, if the same settings and the same
     model would raise it again.
     """
@@ -857,8 +860,9 @@ def raised(error: BaseException) -> Failed:
 
 
 def say_on_stderr(text: str) -> None:
-    """One plain line on standard error."""
-    print(f"jaxrdma: {text}", file=sys.stderr, flush=True)
+    """One plain line on standard error; or none, where nobody reads it any more, as of a terminal that was closed."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"jaxrdma: {text}", file=sys.stderr, flush=True)
 
 
 def _ignore(message: Message) -> None:
@@ -967,6 +971,7 @@ class ControlClient:
         self._failure: JobFailed | FlowRejected | None = None
         self._inbox: list[Message] = []
         self._waiting_text = ""
+        self._problem = ""  # the last that an attempt to connect was answered with
         self._asked: deque[int] = deque()  # when, what the coordinator will answer with its time
         self.clock = Offset()
         self._leaving = False
@@ -1151,7 +1156,13 @@ class ControlClient:
         except TlsError as error:
             raise self._cannot_speak(str(error)) from None
         except OSError as error:
-            return _describe(error)
+            problem = _describe(error)
+            if not isinstance(error, TimeoutError):
+                self._problem = problem
+            elif self._problem:
+                # Who rejects may do so seldom, and not answer in between.
+                problem = f"no answer; before that: {self._problem}"
+            return problem
         self._hello = msgspec.structs.replace(self._hello, offer=self._offer())
         stream = _Stream(target, self._spec.secret, self._spec.coordinator, self._identity)
         with self._condition:
@@ -1647,11 +1658,16 @@ def _host(address: str) -> str:
 def _describe(error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return f"its host name does not resolve ({error.strerror})"
-    if isinstance(error, TimeoutError) or error.errno is None:
+    if isinstance(error, TimeoutError):
+        return "no answer; does a firewall drop what is sent there?"
+    if error.errno is None:
         return str(error) or "no answer"
-    return os.strerror(error.errno).lower() + (
-        "" if error.errno == errno.ECONNREFUSED else f" (errno {error.errno})"
-    )
+    text = os.strerror(error.errno).lower()
+    if error.errno == errno.ECONNREFUSED:
+        return text
+    if error.errno in _REJECTED:
+        return f"{text} (errno {error.errno}); is the address right, and does a firewall reject it?"
+    return f"{text} (errno {error.errno})"
 
 
 def _plain_ip(host: str) -> str:

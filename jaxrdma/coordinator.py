@@ -38,9 +38,11 @@ from jaxrdma.cluster import (
     check_listen,
     format_address,
     parse_address,
+    why_not_to_listen,
 )
 from jaxrdma.control import (
     IN_STEP,
+    JOINS,
     MOST_FOLLOWERS,
     AdmitFollower,
     Admitting,
@@ -106,6 +108,7 @@ from jaxrdma.policy import OnLoss, from_wire
 from jaxrdma.rescue import RESCUE_SECONDS, Model, Rescuer
 from jaxrdma.restarts import is_lasting
 from jaxrdma.savepoints import LAST_SAVE_SECONDS, Answer, Orders, Savepoints, Seldom
+from jaxrdma.signals import ending_signals
 from jaxrdma.stalls import explain
 from jaxrdma.tls import Identity
 
@@ -183,6 +186,11 @@ class _Member:
     @property
     def place(self) -> str:
         return f"{self.hello.host}, pid {self.hello.pid}"
+
+    @property
+    def joins(self) -> str:
+        """What keeps it from having a part yet."""
+        return f": {self.doing}" if self.state == JOINS and self.doing else ""
 
     @property
     def last(self) -> str:
@@ -1207,6 +1215,7 @@ class Membership:
             "connection": "reports",
             "left": "reports",
             "interrupted": "was",
+            "terminated": "was",
         }.get(message.kind, "failed")
         if member.launches and message.kind != "interrupted":
             verb = "reports"
@@ -1559,7 +1568,7 @@ class Membership:
                 f"model {number}: waiting for {_list(late)} to {flow.savepoints.doing()}, {seconds}"
             )
         late = [
-            f"{m.name} ({m.state or 'no news'}, {m.last})"
+            f"{m.name} ({m.state or 'no news'}{m.joins}, {m.last})"
             for m in self._of("worker")
             if m.hello.index not in flow.proposals
         ]
@@ -1928,7 +1937,7 @@ def _why_not(host: str, port: int) -> str:
         with socket.socket(family, kind, protocol) as sock:
             sock.bind(address)
     except OSError as error:
-        return f"{error.strerror or error} (errno {error.errno})"
+        return why_not_to_listen(error, host, port)
     return "no reason given"
 
 
@@ -2001,7 +2010,7 @@ def run_coordinator(
         # Of a signal to all processes of a job: here are no records to be written.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ending_signals():
             loop.add_signal_handler(number, stop, number)
         with contextlib.ExitStack() as stack:
             if metrics is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxrdma import control, transport
-from jaxrdma.cluster import ClusterSpec, bind, format_address, parse_address
+from jaxrdma.cluster import ClusterSpec, bind, format_address, listener, parse_address
 from jaxrdma.control import (
     LAST,
     MOST_FOLLOWERS,
@@ -61,7 +61,7 @@ from jaxrdma.memory import (
 from jaxrdma.plan import Plan, agreed_average_plan, agreed_plan, part_plan
 from jaxrdma.policy import from_wire
 from jaxrdma.saver import Saver
-from jaxrdma.signals import SignalWatch, do_nothing, see_signal
+from jaxrdma.signals import SignalWatch, do_nothing, ending_signals, see_signal
 
 if TYPE_CHECKING:
     from jaxrdma import _native
@@ -203,7 +203,7 @@ class _Server:
         return self._made
 
     def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ending_signals():
             # A Python handler must exist for the watch to see the signal.
             signal.signal(number, do_nothing)
         if self._spec.trace_dir is not None:
@@ -237,7 +237,7 @@ class _Server:
                     return code
 
     def _make_engine(self, roster: Roster) -> "_native.ServerEngine":
-        from jaxrdma.native import raise_for
+        from jaxrdma.native import native_error
 
         spec = self._spec
         options, self._locked = transport.prepare(
@@ -248,20 +248,24 @@ class _Server:
         )
         if roster.keeps is not None:
             self._replicate(roster.keeps, options)
-        return raise_for(
-            self._native.ServerEngine.create(
-                server=spec.index,
-                servers=spec.num_servers,
-                workers=spec.num_workers,
-                job=spec.job,
-                listen=self._listen,
-                partition_bytes=spec.partition_bytes,
-                slots_per_worker=SLOTS_PER_WORKER,
-                followers=MOST_FOLLOWERS,
-                ordered=spec.ordered,
-                **options,
-            )
+        made = self._native.ServerEngine.create(
+            server=spec.index,
+            servers=spec.num_servers,
+            workers=spec.num_workers,
+            job=spec.job,
+            listen=self._listen,
+            partition_bytes=spec.partition_bytes,
+            slots_per_worker=SLOTS_PER_WORKER,
+            followers=MOST_FOLLOWERS,
+            ordered=spec.ordered,
+            **options,
         )
+        if isinstance(made, self._native.Status):
+            _, port = parse_address(self._listen)
+            # Another server may have taken the port since we looked: they listen when everybody is there.
+            error = native_error(made)
+            raise type(error)(f"{error}{listener(port) if port else ''}")
+        return made
 
     def _replicate(self, keeps: control.Keeps, options: "TransportArguments") -> None:
         from jaxrdma.mirror import Copier, Keeper

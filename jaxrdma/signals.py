@@ -11,8 +11,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType, TracebackType
+from typing import ClassVar
 
 
 def do_nothing(number: int, frame: FrameType | None) -> None:
@@ -27,17 +29,103 @@ def see_signal(number: int) -> None:
         signal.signal(number, do_nothing)
 
 
+def ending_signals() -> list[signal.Signals]:
+    """By which people end a process: Ctrl-C, `kill`, and a terminal that closes, unless nohup has that ignored."""
+    every = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    return [n for n in every if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+class Terminated(SystemExit):
+    """SIGTERM or SIGHUP told this process to end. `code` is 128 and the signal's number, as a shell has it."""
+
+
+class OrderlyEnd:
+    """While one of these is started, SIGTERM and SIGHUP end the program by `Terminated`, raised in the main thread.
+
+    That is between two bytecodes, so a step that is under way ends first. A second signal ends the process at once.
+    What the program handles itself, or ignores, stays as it is; and outside the main thread nothing is done.
+
+    **Arguments:** `over`: whether there is nothing to end in good order any more: then the signal does what it does.
+
+    **Attributes:** `told`: the signal that came, or 0.
+    """
+
+    told: ClassVar[int] = 0
+    _users: ClassVar[set["OrderlyEnd"]] = set()
+    _closing: ClassVar[int] = 0
+
+    def __init__(self, over: Callable[[], bool] = lambda: False) -> None:
+        self._over = over
+
+    def start(self) -> "OrderlyEnd":
+        if threading.current_thread() is threading.main_thread():
+            self._users.add(self)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, OrderlyEnd._end)
+        return self
+
+    def stop(self) -> None:
+        self._users.discard(self)
+        if not self._users and threading.current_thread() is threading.main_thread():
+            self._restore()
+
+    @classmethod
+    @contextlib.contextmanager
+    def put_off(cls) -> Generator[None, None, None]:
+        """What is done in here is not interrupted: who is told to end meanwhile does so afterwards."""
+        before = cls.told
+        cls._closing += 1
+        try:
+            yield
+        finally:
+            cls._closing -= 1
+        if cls.told != before and threading.current_thread() is threading.main_thread():
+            raise Terminated(128 + cls.told)
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a forked child, which has no session to leave."""
+        cls._users.clear()
+        cls._restore()
+
+    @classmethod
+    def _restore(cls) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == OrderlyEnd._end:
+                signal.signal(number, signal.SIG_DFL)
+
+    @staticmethod
+    def _end(number: int, frame: FrameType | None) -> None:
+        del frame
+        OrderlyEnd.told = number
+        signal.signal(number, signal.SIG_DFL)
+        if all(user._over() for user in OrderlyEnd._users):
+            os.kill(os.getpid(), number)
+        if not OrderlyEnd._closing:
+            raise Terminated(128 + number)
+
+
 class SignalWatch:
     """Calls `notify(signal number)` from its own thread as soon as a signal arrives. A context manager.
 
     Only signals that have a Python handler are seen. Bytes go on to the descriptor that was set before (asyncio's, for
-    instance). Outside the main thread, where Python allows no such watch, this does nothing.
+    instance). Outside the main thread, where Python allows no such watch, this does nothing. A forked child has its
+    own signals, of which its parent hears nothing.
     """
 
     def __init__(self, notify: Callable[[int], None]) -> None:
         self._notify = notify
         self._thread: threading.Thread | None = None
         self._previous = -1
+        reference = weakref.ref(self)
+
+        def forget() -> None:
+            watch = reference()
+            if watch is not None:
+                watch.forget()
+
+        os.register_at_fork(after_in_child=forget)
 
     def start(self) -> "SignalWatch":
         if threading.current_thread() is not threading.main_thread():
@@ -56,10 +144,22 @@ class SignalWatch:
             current = signal.set_wakeup_fd(self._previous if self._previous >= 0 else -1)
             if current not in (-1, self._writer.fileno()):
                 signal.set_wakeup_fd(current)  # somebody came after us: leave theirs
+        self._writer.shutdown(socket.SHUT_WR)  # to close it does not do: somebody may hold a copy
         self._writer.close()
         self._thread.join()
         self._reader.close()
         self._thread = None
+
+    def forget(self) -> None:
+        """In a forked child: what it writes would reach its parent, and it has not the thread."""
+        if self._thread is None:
+            return
+        self._thread = None
+        current = signal.set_wakeup_fd(-1)  # who forks is the main thread of the child
+        if current not in (-1, self._writer.fileno()):
+            signal.set_wakeup_fd(current)
+        self._writer.close()
+        self._reader.close()
 
     def _watch(self) -> None:
         while True:
@@ -139,6 +239,8 @@ def tell_interrupts_plainly() -> None:
         if isinstance(error, KeyboardInterrupt):
             if _is_ours(error.__context__):
                 error.__suppress_context__ = True
+        elif interrupted and OrderlyEnd.told and _is_ours(error):
+            sys.exit(128 + OrderlyEnd.told)
         elif interrupted and _is_ours(error):
             error = sys.last_value = KeyboardInterrupt().with_traceback(trace)
             previous(KeyboardInterrupt, error, trace)

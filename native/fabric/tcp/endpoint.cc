@@ -28,6 +28,10 @@ constexpr int64_t kLastBackoffNs = 500 * kMillisecond;
 // One of several addresses of a host that does not answer must not eat all of the time.
 constexpr int64_t kAttemptNs = 3000 * kMillisecond;
 
+// A machine that is up, and reached, would refuse.
+constexpr char kSilence[] = "no answer from the host";
+constexpr char kNoAnswer[] = "no answer from the host; does a firewall drop what is sent there?";
+
 std::string seconds_since(int64_t began_ns) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.1f s",
@@ -186,13 +190,27 @@ void TcpEndpoint::on_connected() {
   flush();
 }
 
+std::string TcpEndpoint::last_attempt() const {
+  if (state_ == State::kAwaitReply) return "it took the connection, but did not answer the hello";
+  return last_error_.empty() ? kNoAnswer : last_error_;
+}
+
 void TcpEndpoint::give_up() {
-  const char* stage = state_ == State::kAwaitReply
-                          ? "it took the connection, but did not answer the hello"
-                          : last_error_.c_str();
   die({Code::kUnavailable, "could not connect to " + peer_ + " within " + seconds_since(began_ns_) +
-                               " (" + std::to_string(attempts_) + " attempts; the last: " + stage +
+                               " (" + std::to_string(attempts_) +
+                               (attempts_ == 1 ? " attempt" : " attempts") +
+                               "; the last: " + last_attempt() +
                                "). Is the peer running, and is this the address it listens at?"});
+}
+
+std::string TcpEndpoint::trouble() const {
+  const bool connects =
+      !accepted_ && (state_ == State::kResolving || state_ == State::kConnecting ||
+                     state_ == State::kBackoff || state_ == State::kAwaitReply);
+  if (!connects) return {};
+  const std::string why =
+      state_ == State::kResolving ? "its name is being resolved" : last_attempt();
+  return "no connection to " + peer_ + " for " + seconds_since(began_ns_) + ": " + why;
 }
 
 void TcpEndpoint::on_hello() {
@@ -639,7 +657,9 @@ void TcpEndpoint::on_deadline() {
         attempt_failed("no answer from " + addresses_[next_address_ - 1].text());
         return;
       }
-      last_error_ = "no answer from the host";
+      // Who rejects may do so seldom, and not answer in between.
+      if (!last_error_.empty())
+        last_error_ = std::string(kSilence) + "; before that: " + last_error_;
       give_up();
       return;
     case State::kResolving:

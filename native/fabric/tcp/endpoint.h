@@ -53,6 +53,8 @@ class TcpEndpoint final : public Endpoint {
   void on_deadline();
   int64_t deadline_ns() const { return deadline_ns_; }
   bool dead() const { return state_ == State::kDead; }
+  /// Why there is no connection yet; empty if there is, or was.
+  std::string trouble() const;
   /// The owner has been told of the end.
   bool buried() const { return buried_; }
   void bury() { buried_ = true; }
@@ -86,6 +88,8 @@ class TcpEndpoint final : public Endpoint {
   void attempt_failed(std::string reason);
   void on_connected();
   void give_up();
+  /// How it stands with the last attempt to connect.
+  std::string last_attempt() const;
   void on_hello();
   void on_reply();
   void open(Hello peer);
@@ -139,7 +143,7 @@ class TcpEndpoint final : public Endpoint {
   int64_t give_up_ns_ = kNever;
   int64_t backoff_ns_ = 0;
   int attempts_ = 0;
-  std::string last_error_ = "the first was not finished";
+  std::string last_error_;  ///< of the last attempt that ended; empty if none has
   std::vector<SocketAddress> addresses_;
   size_t next_address_ = 0;
 

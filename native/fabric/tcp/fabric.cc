@@ -118,6 +118,15 @@ Result<EndpointId> TcpFabric::connect(const std::string& address, const Hello& h
   return id;
 }
 
+std::string TcpFabric::trouble() const {
+  std::string text;
+  for (const auto& [id, endpoint] : endpoints_) {
+    const std::string more = endpoint->trouble();
+    text += (text.empty() || more.empty() ? "" : "; ") + more;
+  }
+  return text;
+}
+
 Endpoint* TcpFabric::endpoint(EndpointId id) {
   const auto found = endpoints_.find(id);
   return found == endpoints_.end() || found->second->buried() ? nullptr : found->second.get();

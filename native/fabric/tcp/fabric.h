@@ -32,6 +32,7 @@ class TcpFabric final : public Fabric {
   bool registration_is_cheap() const override { return true; }
   bool can_read() const override { return false; }
   uint64_t turned_away() const override { return turned_away_; }
+  std::string trouble() const override;
   Result<std::string> listen(const std::string& address, Gatekeeper gatekeeper) override;
   Result<EndpointId> connect(const std::string& address, const Hello& hello,
                              int timeout_ms) override;

@@ -119,7 +119,7 @@ std::string VerbsFabric::notice() const {
 }
 
 std::string VerbsFabric::trouble() const {
-  std::string text;
+  std::string text = signalling_->trouble();
   for (const auto& [id, endpoint] : endpoints_) {
     const std::string more = endpoint->trouble();
     text += (text.empty() || more.empty() ? "" : "; ") + more;
