@@ -27,7 +27,7 @@ from jaxrdma.control import (
     say_on_stderr,
 )
 from jaxrdma.errors import JaxRdmaError
-from jaxrdma.signals import do_nothing
+from jaxrdma.signals import do_nothing, ending_signals
 
 
 class _Delegate:
@@ -74,7 +74,7 @@ class _Delegate:
             self._joined = True
             self._report({"joined": True, "attempt": self._client.attempt})
             # Not before: who has not joined may be ended by any signal.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in ending_signals():
                 signal.signal(number, do_nothing)
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
             with selectors.DefaultSelector() as selector:

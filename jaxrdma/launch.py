@@ -27,7 +27,7 @@ from typing import IO, Any, cast
 from jaxrdma.cluster import ROLES, ClusterSpec, parse_address
 from jaxrdma.hosts import Share, check_place
 from jaxrdma.restarts import Ending, Loss, judge, judge_worker
-from jaxrdma.signals import do_nothing, signal_main_thread, signal_together
+from jaxrdma.signals import do_nothing, ending_signals, signal_main_thread, signal_together
 
 FAILURE_SECONDS = 5.0  # for the others to raise their own error, after the first failure
 ENDING_SECONDS = 10.0  # for servers and coordinator to end, after the last worker
@@ -278,16 +278,21 @@ class _Child:
     @property
     def exit_code(self) -> int:
         code = self.code or 0
-        if code < 0:
-            return 1 if self._stopped else 128 - code
-        return code
+        if self._was_stopped(code):
+            return 1
+        return 128 - code if code < 0 else code
 
     @property
     def end(self) -> str:
         code = self.code or 0
+        if self._was_stopped(code):
+            return "did not end by itself"
         if code < 0:
-            return "did not end by itself" if self._stopped else f"killed by {_signal_name(-code)}"
+            return f"killed by {_signal_name(-code)}"
         return f"ended with exit code {code}"
+
+    def _was_stopped(self, code: int) -> bool:
+        return self._stopped and code in (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @dataclass
@@ -314,7 +319,7 @@ class _Launcher:
         self._attempt = self._make_attempt(0)
 
     def run(self) -> int:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = ending_signals()
         # The handlers do nothing: the numbers arrive in the pipe, and the attempt acts on them.
         old = {n: signal.signal(n, do_nothing) for n in numbers}
         old_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
@@ -813,14 +818,15 @@ class _Attempt:
         kind = self._cause["kind"] if self._cause is not None else "died"
         kind = "stuck" if self._abandoned else kind
         first = self._first
-        if self._cause is not None and first is not None:
+        if self._cause is not None:
             # Whoever caused the failure may have taken longer to end than those it brought down.
             role, index = self._cause["role"], self._cause["index"]
             name = "coordinator" if role == "coordinator" else f"{role} {index}"
             last = reversed(self._children)
             culprit = next((c for c in last if c.name == name and c.code), None)
-            if culprit is None and self._plan.share is not None:
-                return Ending(1, f"the job failed: {why}", kind)  # on another machine
+            if culprit is None and (self._plan.share is not None or first is None):
+                # On another machine; or all were stopped before the first had ended by itself.
+                return Ending(1, f"the job failed: {why}", kind)
             first = culprit or first
         if first is not None:
             if first.role != "worker" and first.code == _USAGE:

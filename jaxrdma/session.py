@@ -3,12 +3,14 @@
 import atexit
 import contextlib
 import itertools
+import os
 import secrets
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,7 +48,13 @@ from jaxrdma.monitoring import Monitor
 from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, assign_partitions, average_plan, describe_leaves
 from jaxrdma.policy import Policy, SyncReplicas, to_wire
-from jaxrdma.signals import SignalWatch, see_signal, tell_interrupts_plainly
+from jaxrdma.signals import (
+    OrderlyEnd,
+    SignalWatch,
+    Terminated,
+    see_signal,
+    tell_interrupts_plainly,
+)
 from jaxrdma.step import AverageState, PSState
 from jaxrdma.table import Embedding
 from jaxrdma.whereabouts import whereabouts
@@ -62,6 +70,10 @@ _VERDICT_SECONDS = 3.0
 # again, soon at first, and at last give up.
 _LOOK_SECONDS = 0.001, 0.05
 _REST_SECONDS = 10.0
+
+# A step that is under way when this process is told to end has so long to come back. Who ends processes by SIGTERM
+# (Kubernetes, Slurm) kills them 30 s later.
+LAST_STEP_SECONDS = 15.0
 
 _session_numbers = itertools.count()
 
@@ -151,8 +163,10 @@ class Session:
     def __init__(self, spec: ClusterSpec) -> None:
         self.id = next(_session_numbers)
         self._spec = spec
+        self._pid = os.getpid()
         self._flows = step.open_session(self.id)
         self._models: list[_Model] = []
+        self._policies: list[Policy] = []
         # One read at a time: the engine remembers the step of the last one.
         self._read_lock = threading.Lock()
         self._readable: set[int] = set()  # models with memory to read into
@@ -161,6 +175,7 @@ class Session:
         self._verdict = threading.Event()
         self._incarnation = secrets.randbits(63)
         self._made: _native.WorkerEngine | None = None
+        self._joined = False  # connected to every server
         self._transport, self._why = "", ""  # which, and why this
         self._locked: Locked | None = None  # over verbs
         if spec.transport == "verbs":
@@ -190,6 +205,8 @@ class Session:
         tell_interrupts_plainly()
         if spec.trace_dir is not None:
             see_signal(signal.SIGUSR1)
+        self._last_step: threading.Timer | None = None  # for the step under way, once told to end
+        self._orderly_end = OrderlyEnd(lambda: self._client.failure is not None).start()
         self._signals = SignalWatch(self._on_signal).start()
         try:
             self._join()
@@ -202,6 +219,14 @@ class Session:
         self._monitor.start()
         # Registered after jax was imported, so it runs before JAX's own, which would wait for the network for ever.
         atexit.register(self._at_exit)
+        reference = weakref.ref(self)
+
+        def forget() -> None:
+            session = reference()
+            if session is not None:
+                session._forget()
+
+        os.register_at_fork(after_in_child=forget)
 
     @property
     def index(self) -> int:
@@ -477,17 +502,37 @@ class Session:
         self._dumper.record(self._made)
         if self._client.failure is not None:
             raise self._client.failure  # came while there was no engine to be told
-        status = self._engine.connect(
-            addresses,
-            [entry.tokens[self.index] for entry in servers],
-            int(self._spec.connect_timeout * 1000),
-        )
+        with self._telling_of_trouble():
+            status = self._engine.connect(
+                addresses,
+                [entry.tokens[self.index] for entry in servers],
+                int(self._spec.connect_timeout * 1000),
+            )
+        self._joined = status.ok
         if not status.ok:
             raise self._first_cause(status)
         if notice := self._engine.notice:
             control.say_on_stderr(f"worker {self.index}: {notice}")
         _register_target()
         _native.register_session(self.id, self._engine)
+
+    @contextlib.contextmanager
+    def _telling_of_trouble(self) -> Generator[None, None, None]:
+        """While servers are connected to, it is said every few seconds which cannot be reached, and why."""
+        done, begin = threading.Event(), time.monotonic()
+
+        def tell() -> None:
+            while not done.wait(control.progress_pause(time.monotonic() - begin)):
+                if trouble := self._engine.trouble:
+                    control.say_on_stderr(f"worker {self.index}: {trouble}")
+
+        thread = threading.Thread(target=tell, name="jaxrdma-connecting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _make_engine(self, name: str, servers: list[str]) -> "_native.WorkerEngine":
         spec = self._spec
@@ -532,6 +577,7 @@ class Session:
         spec = flow_spec(flow, mode, plan, 0 if mode == "ema" else resolved.held)
         raise_for(self._engine.add_flow(spec))
         self._models.append(_Model(plan, spec))
+        self._policies.append(resolved)
         if self._spec.show_plan and self.index == 0:
             for line in plan.text(flow):
                 control.say_on_stderr(line)
@@ -651,8 +697,8 @@ class Session:
     # --- while it lives ---
 
     def _progress(self) -> tuple[int, str]:
-        if self._made is None:
-            return -1, "joining"
+        if self._made is None or not self._joined:
+            return -1, control.JOINS
         stats = self._engine.stats()
         return stats.last_step, control.IN_STEP if self._engine.in_flight() else "computing"
 
@@ -665,6 +711,8 @@ class Session:
         return stats.bytes_pushed, stats.bytes_pulled, 0
 
     def _details(self) -> tuple[Wait | None, str]:
+        if self._made is not None and not self._joined and (trouble := self._made.trouble):
+            return None, trouble
         for each in self._made.pending(1) if self._made is not None else ():
             return Wait(each.flow, each.step, each.server, each.partition, each.stage), ""
         return None, whereabouts()
@@ -682,12 +730,22 @@ class Session:
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGUSR1:
             self._dumper.save("SIGUSR1")
+        ends = number in (signal.SIGTERM, signal.SIGHUP)
+        if number == signal.SIGINT or (ends and not self._joined):
+            self._interrupt()
+        elif ends and self._last_step is None:
+            step = self._progress()[0]
+            self._last_step = threading.Timer(LAST_STEP_SECONDS, self._interrupt, [step])
+            self._last_step.name = "jaxrdma-last-step"
+            self._last_step.daemon = True
+            self._last_step.start()
+
+    def _interrupt(self, step: int | None = None) -> None:
+        """End what is waited for; if `step` is given, only if that is still the last one done."""
         engine = self._made
-        if (
-            number in (signal.SIGINT, signal.SIGTERM)
-            and engine is not None
-            and engine.in_flight() > 0
-        ):
+        if engine is None or (step is not None and engine.stats().last_step != step):
+            return
+        if engine.in_flight() > 0 or not self._joined:
             engine.interrupt()
 
     def _watch_connections(self) -> None:
@@ -709,6 +767,12 @@ class Session:
         return self._client.failure or native_error(status)
 
     def _check_open(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"{what} in process {os.getpid()}, which was forked from worker {self.index}, process {self._pid}: the "
+                "session's connections and threads are there alone. Let forked processes load data, and start those "
+                "that use JAX by multiprocessing's spawn"
+            )
         if self._client.failure is not None:
             raise self._client.failure
         if self._closed:
@@ -725,13 +789,33 @@ class Session:
         if self._made is not None:
             self._made.close()
         self._client.close()
+        self._end_signals()
+
+    def _end_signals(self) -> None:
         self._signals.stop()
+        self._orderly_end.stop()
+        if self._last_step is not None:
+            self._last_step.cancel()
+            self._last_step.join()
+
+    def _forget(self) -> None:
+        """In a forked child: nothing of the session is here, and its end is none."""
+        self._closed = True
+        step.close_session(self.id)
+        OrderlyEnd.forget()
 
     def _at_exit(self) -> None:
         # Set by the interpreter when an exception ended the program.
-        self._close(getattr(sys, "last_value", None))
+        with contextlib.suppress(Terminated):  # that is what the program does
+            self._close(getattr(sys, "last_value", None))
 
     def _close(self, error: BaseException | None) -> None:
+        with OrderlyEnd.put_off():
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._close_lock:
             if self._closed:
                 return
@@ -742,10 +826,14 @@ class Session:
             self._closed = True
         step.close_session(self.id)
         last_step = self._engine.stats().last_step
+        told = self._told_to_end(last_step)
         if failed and self._client.failure is None:
             assert error is not None
             self._client.send(_failed_message(error))
             self._dumper.save(f"ended by {type(error).__name__}")
+        elif told is not None:
+            self._client.send(told)
+            failed = True
         if failed or not self._engine.status.ok:
             # What still waits ends now: a program of this process must not outlive its session.
             self._engine.fail(
@@ -765,13 +853,26 @@ class Session:
             self._monitor.join()
         if failed or not self._engine.status.ok:
             _settle_programs()
-        self._signals.stop()
+        self._end_signals()
         atexit.unregister(self._at_exit)
+
+    def _told_to_end(self, last_step: int) -> control.Failed | None:
+        """What the others are told if a signal ends this process: nothing if they can do without it, for it leaves."""
+        if not OrderlyEnd.told or self._client.failure is not None:
+            return None
+        ended = self._engine.status.ok
+        text = f"ended by {signal.Signals(OrderlyEnd.told).name}, after step {last_step}"
+        if not ended:
+            text += f"; the step after that did not come back within {LAST_STEP_SECONDS:.0f} s"
+        needed = any(policy.held == 0 or policy.on_loss == "wait" for policy in self._policies)
+        leaves = ended and (self.num_workers == 1 or (bool(self._policies) and not needed))
+        control.say_on_stderr(f"worker {self.index}: {text}{'; left the job' if leaves else ''}")
+        return None if leaves else control.Failed("terminated", text)
 
     def _await_programs(self) -> None:
         """Waits for programs that were dispatched and not awaited, so that their pushes count."""
         problem = _settle_programs()
-        if problem is not None:
+        if problem is not None and not OrderlyEnd.told:  # or that is said in its place
             # JAX tells an error of each program that waited for a failed one; ours is the first cause of all.
             why = self._client.failure or str(problem).rpartition("jaxrdma: ")[2]
             control.say_on_stderr(
@@ -798,11 +899,15 @@ def _check_mesh(mesh: Mesh | None) -> None:
 def _failed_message(error: BaseException) -> control.Failed:
     if isinstance(error, KeyboardInterrupt):
         return control.Failed("interrupted", "interrupted (Ctrl-C)")
+    if isinstance(error, Terminated):
+        return control.Failed("terminated", f"ended by {signal.Signals(OrderlyEnd.told).name}")
     return control.raised(error)
 
 
 def _is_clean_exit(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    return isinstance(error, Terminated) or (
+        isinstance(error, SystemExit) and error.code in (None, 0)
+    )
 
 
 def _settle_programs() -> Exception | None:

@@ -42,10 +42,11 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
   }
   const std::shared_ptr<Session> found = find_session(session);
   if (found == nullptr) {
-    return failed(
-        xf::Error(xf::ErrorCode::kFailedPrecondition,
-                  "jaxrdma: session " + std::to_string(session) +
-                      " of this program is not open in this process (closed, or never connected)"));
+    return failed(xf::Error(
+        xf::ErrorCode::kFailedPrecondition,
+        "jaxrdma: session " + std::to_string(session) +
+            " of this program is not open in this process (closed, never connected, or of the "
+            "process that this one was forked from: start those that step by spawn)"));
   }
   if (step_result->element_type() != xf::DataType::S32 || step_result->element_count() == 0 ||
       step_result->element_count() > 2) {

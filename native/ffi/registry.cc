@@ -1,7 +1,10 @@
 /* ffi/registry.cc: see registry.h. */
 #include "ffi/registry.h"
 
+#include <pthread.h>
+
 #include <mutex>
+#include <new>
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
@@ -19,9 +22,24 @@ Registry& registry() {
   return instance;
 }
 
+/// A forked child has the memory of its parent's engines, and none of their threads: a call would
+/// wait for ever, and so would a destructor. So it finds none of them, and destroys none.
+void forget_all_in_children() {
+  static const int done =
+      pthread_atfork([] { registry().lock.lock(); }, [] { registry().lock.unlock(); },
+                     [] {
+                       new std::unordered_map(std::move(registry().sessions));
+                       registry().sessions.clear();
+                       // It is held by a thread of the parent, which glibc tells from this one.
+                       new (&registry().lock) std::shared_mutex;
+                     });
+  (void)done;
+}
+
 }  // namespace
 
 void register_session(int64_t session, std::shared_ptr<WorkerEngine> engine) {
+  forget_all_in_children();
   auto made = std::make_shared<Session>(std::move(engine));
   std::unique_lock guard(registry().lock);
   registry().sessions[session] = std::move(made);

@@ -24,7 +24,7 @@ struct Session {
 void register_session(int64_t session, std::shared_ptr<WorkerEngine> engine);
 /// What waits for the calls of other devices fails with kCancelled.
 void forget_session(int64_t session);
-/// nullptr if there is none.
+/// nullptr if there is none, as in a process that was forked from one that had it.
 std::shared_ptr<Session> find_session(int64_t session);
 
 /// XLA's handler for the CPU, as a pointer that Python puts into a capsule.

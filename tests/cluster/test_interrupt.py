@@ -1,4 +1,7 @@
-"""Ctrl-C: everything is gone within three seconds, and says no more than KeyboardInterrupt."""
+"""Ctrl-C: everything is gone within three seconds, and says no more than KeyboardInterrupt.
+
+SIGTERM, and SIGHUP of a terminal that closes: the step under way ends, the others are told, and there is no traceback.
+"""
 
 import contextlib
 import os
@@ -10,10 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.cluster.blame import check_all_name
 from tests.cluster.job import SCRIPTS, Job
+from tests.cluster.test_checkpoint import steps_in
 from tests.conftest import MARK, marked_processes
 
 SECONDS = 3
@@ -121,6 +128,113 @@ def test_interrupting_a_worker_that_waits_for_a_sleeper_ends_everything(no_lefto
     check_is_quiet(job.output("worker 0"))
 
 
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+
+def check_has_ended(job: Job, worker: str, number: int, rest: str, seconds: float = 10) -> None:
+    """By `number`, with one line, which goes on with `rest`, and nothing else but steps and progress."""
+    assert job.wait(seconds, [worker])[worker] == 128 + number, job.outputs()
+    said = job.output(worker).splitlines()
+    assert re.fullmatch(
+        rf"jaxrdma: {worker}: ended by {NAMES[signal.Signals(number)]}, after step \d+{rest}",
+        said[-1],
+    ), job.outputs()
+    strange = [
+        line for line in said[:-1] if not re.match(r"step \d+$|jaxrdma: (model|have|waiting)", line)
+    ]
+    assert not strange, job.outputs()
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("number", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("size", [8, 256])
+def test_a_worker_that_is_needed_ends_its_step_and_is_named_by_all(
+    make_job: Callable[..., Job], number: int, size: int
+) -> None:
+    job = make_job(2, 2).start("steps.py", size)
+    job.wait_for_output("worker 1", "step 20\n")
+    job.kill("worker 1", number)
+    check_has_ended(job, "worker 1", number, "")
+    cause = (
+        rf"worker 1 \(\S+, pid \d+\) was: ended by {NAMES[signal.Signals(number)]}, after step \d+"
+    )
+    check_all_name(job, cause, 10, ["worker 0", "server 0", "server 1", "coordinator"])
+
+
+@pytest.mark.timeout(100)
+def test_a_worker_that_can_be_spared_leaves_after_its_step(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, 3, partition_bytes=256)
+    job.start("policies.py", "sync:2", "v60", 0.02, 0.02, 0.02)
+    job.wait_for_output("worker 2", '"batch": 10,')
+    job.kill("worker 2", signal.SIGTERM)
+    assert job.wait(10, ["worker 2"])["worker 2"] == 128 + signal.SIGTERM, job.outputs()
+    said = job.output("worker 2").splitlines()[-1]
+    assert re.search(r"worker 2: ended by SIGTERM, after step \d+; left the job$", said), said
+    others = [name for name in job.processes if name != "worker 2"]
+    assert set(job.wait(60, others).values()) == {0}, job.outputs()
+    # All that it gave counts: it left, and was not lost.
+    assert "without it" not in job.output("coordinator"), job.outputs()
+
+
+@pytest.mark.timeout(100)
+def test_the_only_worker_leaves_and_its_last_step_is_saved(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = make_job(2, 1, checkpoint=tmp_path / "saved").start("steps.py", 8)
+    job.wait_for_output("worker 0", "step 20\n")
+    job.kill("worker 0", signal.SIGTERM)
+    check_has_ended(job, "worker 0", signal.SIGTERM, "; left the job")
+    others = ["server 0", "server 1", "coordinator"]
+    assert set(job.wait(10, others).values()) == {0}, job.outputs()
+    last = re.search(r"after step (\d+)", job.output("worker 0"))
+    assert last is not None
+    assert steps_in(tmp_path / "saved") == [int(last[1])]
+
+
+@pytest.mark.timeout(100)
+def test_a_worker_whose_step_does_not_come_back_is_not_waited_for_for_ever(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(1, 2)
+    job.start_coordinator()
+    job.start_server(0)
+    for worker in range(2):
+        job.start_worker(worker, "steps.py", 256, "1:5:sleep", LAST_STEP_SECONDS="1")
+    job.wait_for_output("worker 1", "sleeping")
+    job.wait_for_output("worker 0", "step 5\n")
+    time.sleep(0.5)  # the line is printed before the step begins
+    job.kill("worker 0", signal.SIGTERM)
+    check_has_ended(
+        job, "worker 0", signal.SIGTERM, "; the step after that did not come back within 1 s"
+    )
+    job.wait(10, ["server 0", "coordinator"])
+    assert re.search("worker 0 .*was: ended by SIGTERM, after", job.output("server 0"))
+
+
+@pytest.mark.timeout(100)
+def test_a_closed_terminal_ends_everything(no_leftovers: None) -> None:
+    with _launched(8, [], True) as job:
+        job.read_until(r"^worker 0 +\| step 5", r"^worker 1 +\| step 5")
+        started = marked_processes(os.environ[MARK])
+        job.close_terminal()
+        _, left = psutil.wait_procs(started, timeout=2 * SECONDS)
+        assert not left, left
+
+
+@pytest.mark.timeout(100)
+def test_under_nohup_a_closed_terminal_ends_nothing(make_job: Callable[..., Job]) -> None:
+    job = make_job(1, 1)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job.start("steps.py", 8, "0:400:leave")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    job.wait_for_output("worker 0", "step 5\n")
+    for name in job.processes:
+        job.kill(name, signal.SIGHUP)
+    job.succeed(40)
+
+
 class _Launched:
     """`jaxrdma launch` in a session of its own, on a terminal or not, with all that it has printed."""
 
@@ -149,6 +263,12 @@ class _Launched:
             os.write(self._master, b"\x03")
         else:
             self.process.send_signal(signal.SIGINT)
+
+    def close_terminal(self) -> None:
+        """As if its window were closed."""
+        os.close(self._master)
+        self._master = os.open(os.devnull, os.O_RDONLY)
+        self.process.wait()
 
     def check_is_gone(self, seconds: float) -> None:
         """It, and all that it started, ends within `seconds`."""

@@ -23,7 +23,10 @@ from jaxrdma.restarts import Ending, Loss, judge, judge_worker
 ROOT = Path(__file__).parents[2]
 
 # Of those that `JobFailed` names, and what a member gives itself.
-HEALED = ("died", "silent", "connection", "coordinator_lost", "raised", "protocol")
+HEALED = (
+    *("died", "silent", "connection", "coordinator_lost", "raised", "protocol"),
+    "terminated",
+)
 LASTING = (
     *("interrupted", "config", "mismatch", "transport", "checkpoint", "left", "timeout"),
     *("refused", "stuck"),

@@ -1,5 +1,6 @@
 """`Session.read` without a cluster: what it asks of the engine, what it makes of the answer, and what it refuses."""
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -79,6 +80,7 @@ class Opened:
         number = next(session_module._session_numbers)
         vars(self.session).update(
             id=number,
+            _pid=os.getpid(),
             _transport=transport,
             _why="worker 0 is on loopback",
             _flows=step.open_session(number),

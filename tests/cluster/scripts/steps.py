@@ -2,7 +2,7 @@
 
 Usage: steps.py SIZE [INDEX:STEP:DEED]... JAX runs programs of a small SIZE in the calling thread, and returns at once
 from those of a large one, such as 256. Deeds, done before the step: raise, exit, exit-inside (a with block), leave,
-sleep.
+sleep. LAST_STEP_SECONDS in the environment: for a step under way when this is told to end.
 """
 
 import itertools
@@ -15,6 +15,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxrdma
+import jaxrdma.session
+
+if "LAST_STEP_SECONDS" in os.environ:
+    jaxrdma.session.LAST_STEP_SECONDS = float(os.environ["LAST_STEP_SECONDS"])
 
 
 def say(text: str) -> None:
