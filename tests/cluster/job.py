@@ -59,7 +59,7 @@ class Job:
             self.start_worker(index, script, *args)
         return self
 
-    def start_coordinator(self, port: int = 0) -> str:
+    def start_coordinator(self, port: int = 0, host: str = "127.0.0.1") -> str:
         """The coordinator; returns its address."""
         reading, writing = os.pipe()
         try:
@@ -70,7 +70,7 @@ class Job:
                     "jaxrdma",
                     "coordinator",
                     "--listen",
-                    f"127.0.0.1:{port}",
+                    f"{host}:{port}",
                     "--report-fd",
                     str(writing),
                 ],
@@ -89,11 +89,15 @@ class Job:
         """Where the processes started from now on look for the coordinator."""
         self._address = address
 
-    def start_server(self, index: int, **env: str) -> None:
+    def start_server(
+        self, index: int, *args: str, name: str = "", within: tuple[str, ...] = (), **env: str
+    ) -> None:
+        """`name`: how it is called here, if not "server INDEX"; `within`: what its command begins with."""
         self.spawn(
-            f"server {index}",
-            ["-m", "jaxrdma", "server"],
+            name or f"server {index}",
+            ["-m", "jaxrdma", "server", *args],
             self._environment(("server", index)) | {"JAX_PLATFORMS": "cpu"} | env,
+            within=within,
         )
 
     def start_worker(
@@ -187,10 +191,11 @@ class Job:
         command: list[str],
         environment: dict[str, str],
         pass_fds: tuple[int, ...] = (),
+        within: tuple[str, ...] = (),
     ) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, *command],
+                [*within, sys.executable, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -2,7 +2,6 @@
 
 import ipaddress
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,12 +14,11 @@ import psutil
 import pytest
 
 from tests.cluster.job import PATIENCE, SCRIPTS
+from tests.cluster.namespace import HERE, Namespace
 from tests.cluster.test_follow import stop_at
 from tests.conftest import MARK, marked_processes
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_leftovers")]
-
-HERE, THERE = "198.51.100.1", "198.51.100.2"  # of documentation; machines may have 192.0.2.0/24
 
 # Which of the ports can be reached at an address: run in the other namespace.
 PROBE = """
@@ -31,32 +29,6 @@ for port in map(int, sys.argv[2:]):
         if sock.connect_ex((sys.argv[1], port)) == 0:
             print(port)
 """
-
-
-@pytest.fixture
-def namespace() -> Iterator[str]:
-    """Another network namespace, as another machine: its name; this one is HERE to it."""
-    ip = shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-    if os.geteuid() != 0 or ip is None:
-        pytest.skip("not run: another network namespace needs root, and the command ip")
-    name = f"jaxrdma-{os.getpid()}"
-    near, far = f"jr{os.getpid()}a", f"jr{os.getpid()}b"
-    try:
-        for command in (
-            f"netns add {name}",
-            f"link add {near} type veth peer name {far} netns {name}",
-            f"address add {HERE}/30 dev {near}",
-            f"link set {near} up",
-            f"-n {name} address add {THERE}/30 dev {far}",
-            f"-n {name} link set {far} up",
-        ):
-            made = subprocess.run([ip, *command.split()], capture_output=True, text=True)
-            if made.returncode != 0:
-                pytest.skip(f"not run: no network namespaces here: {made.stderr.strip()}")
-        yield name
-    finally:
-        for command in (f"link del {near}", f"netns del {name}"):
-            subprocess.run([ip, *command.split()], capture_output=True)
 
 
 @pytest.fixture
@@ -112,17 +84,15 @@ def test_a_job_listens_on_loopback_unless_told_otherwise(
 
 
 def test_nothing_of_it_can_be_reached_from_another_namespace(
-    namespace: str, ports: dict[tuple[str, int], str]
+    namespace: Namespace, ports: dict[tuple[str, int], str]
 ) -> None:
     with socket.create_server(("0.0.0.0", 0)) as open_to_all:
         seen = open_to_all.getsockname()[1]
         numbers = [str(port) for _, port in ports]
-        command = ["ip", "netns", "exec", namespace, sys.executable, "-c", PROBE]
-        path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+        command = [*namespace.within, sys.executable, "-c", PROBE]
         for address in (HERE, "127.0.0.1"):
             reached = subprocess.run(
                 [*command, address, *numbers, str(seen)],
-                env=os.environ | {"PATH": path},
                 capture_output=True,
                 text=True,
                 check=True,

@@ -171,6 +171,18 @@ def test_a_large_leaf_is_spread_evenly_and_quickly():
     assert [made.server_bytes(server) >> 20 for server in range(3)] == [171, 171, 170]
 
 
+def test_a_leaf_beyond_4_gib_is_cut_without_a_gap():
+    count = (5 << 28) + 3  # elements: 5 GiB and some bytes
+    made = plan.assign_partitions([LeafSpec("w", (count,), "float32")], 2, 1 << 20)
+    assert sum(made.server_bytes(server) for server in range(2)) == 4 * count
+    end = 0
+    for partition in sorted(made.partitions, key=lambda each: each.begin):
+        assert partition.begin == end
+        assert partition.elements <= 1 << 18
+        end += partition.elements
+    assert end == count
+
+
 def test_a_thousand_leaves_are_planned_quickly():
     leaves = [LeafSpec(f"params[{i}]", (i, 300), "float32") for i in range(1000)]
     start = time.perf_counter()
