@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.cluster.blame import check_all_name
-from tests.cluster.job import PATIENCE, Job
+from tests.cluster.job import Job
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -61,16 +61,3 @@ def test_a_worker_killed_between_push_and_pull_strands_nobody(
         last = int(step)
         rest = float(change) - made * 1.0
         assert rest % 3 == 0 and 0 <= rest / 3 <= made, job.outputs()
-
-
-@pytest.mark.xfail(
-    reason="small leaves travel one by one: README, what it does not do", strict=False
-)
-def test_many_small_leaves_take_no_longer_than_one_large_one(make_job: Callable[..., Job]) -> None:
-    job = make_job(1, 2).start("running.py", "leaves", 60)
-    job.succeed(100)
-    quickest = {
-        name: float(seconds)
-        for name, seconds in re.findall(r"^(many|one) (\S+) ", job.output("worker 0"), re.MULTILINE)
-    }
-    assert quickest["many"] < 2 * PATIENCE * quickest["one"], quickest

@@ -6,7 +6,6 @@ Usage: running.py WAY [ARGUMENT]...
   sleeper STEPS PAUSE   worker 1 sleeps before each step; prints when each step began and ended
   push-and-die POLICY   worker 1 is killed between its push and its pull, in its fifth step
   halves STEPS          gradients of 16 bits, which one process alone would get wrong
-  leaves STEPS          500 leaves of 4 KiB, and one leaf of as many bytes: how long a step of each takes
 """
 
 import gc
@@ -135,25 +134,6 @@ def halves(session: jaxrdma.Session, steps: int) -> None:
     print("done", flush=True)
 
 
-def leaves(session: jaxrdma.Session, steps: int) -> None:
-    shapes = {"many": [(1024,)] * 500, "one": [(512_000,)]}
-    steps_of = {}
-    for name, each in shapes.items():
-        params = [jnp.zeros(shape) for shape in each]
-        state = session.init(params, update=optax.sgd(1.0))
-        steps_of[name] = [jax.jit(jaxrdma.ps_step, donate_argnums=0), state, params]
-    taken: dict[str, list[float]] = {name: [] for name in shapes}
-    for _ in range(steps):
-        for name, entry in steps_of.items():
-            step, state, grads = entry
-            jax.block_until_ready(state)
-            begin = time.perf_counter()
-            entry[1] = jax.block_until_ready(step(state, grads))
-            taken[name].append(time.perf_counter() - begin)
-    for name, seconds in taken.items():
-        print(name, min(seconds), np.median(seconds), flush=True)
-
-
 def main() -> None:
     """Train in the way named."""
     way, arguments = sys.argv[1], sys.argv[2:]
@@ -167,7 +147,6 @@ def main() -> None:
                 "alternate": alternate,
                 "recreate": recreate,
                 "halves": halves,
-                "leaves": leaves,
             }
             ways[way](session, int(arguments[0]))
 
