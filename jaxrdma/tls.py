@@ -106,9 +106,8 @@ class Identity:
             except (ssl.SSLEOFError, ConnectionError):
                 raise ConnectionError("it ends the connection instead of a TLS handshake") from None
             except TimeoutError:
-                raise TimeoutError(
-                    "its port is open, but nothing answers a TLS handshake"
-                ) from None
+                text = "its port is open, but nothing answers a TLS handshake"
+                raise ConnectionError(text) from None
             except ssl.SSLError as error:
                 raise TlsError(self._name(error, connect)) from None
         raise TlsError(self._turned_away("it closes the connection"))
