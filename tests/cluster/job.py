@@ -29,6 +29,21 @@ def free_address() -> str:
         return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
+def ask(
+    command: str, address: str, *options: str, **env: str
+) -> "subprocess.CompletedProcess[str]":
+    """Runs `jaxrdma COMMAND` about the job whose coordinator is at `address`, with no other settings than `env`."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAXRDMA_")}
+    return subprocess.run(
+        [sys.executable, "-m", "jaxrdma", command, "--coordinator", address, *options],
+        env=environment | env,
+        capture_output=True,
+        text=True,
+        timeout=60 * PATIENCE,
+        check=False,
+    )
+
+
 class Job:
     """The processes of one job, by name: "coordinator", "server 0", "worker 1". Ends them all at its end."""
 

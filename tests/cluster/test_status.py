@@ -12,20 +12,12 @@ from typing import Any
 import pytest
 
 from tests.cluster.job import PATIENCE, Job
+from tests.cluster.job import ask as run_command
 from tests.cluster.test_follow import stop_at
 
 
 def ask(job: Job, *options: str, **env: str) -> "subprocess.CompletedProcess[str]":
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAXRDMA_")}
-    command = [sys.executable, "-m", "jaxrdma", "status", "--coordinator", job.address, *options]
-    return subprocess.run(
-        command,
-        env=environment | env,
-        capture_output=True,
-        text=True,
-        timeout=60 * PATIENCE,
-        check=False,
-    )
+    return run_command("status", job.address, *options, **env)
 
 
 @pytest.mark.timeout(100)

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import pytest
 import jaxrdma
 from jaxrdma import control
 from tests.certificates import Authority, settings, variables
-from tests.cluster.job import PATIENCE, SCRIPTS, Job, free_address
+from tests.cluster.job import SCRIPTS, Job, free_address
+from tests.cluster.job import ask as run_command
 from tests.cluster.scripts import model
 from tests.cluster.test_follow import stop_at
 from tests.cluster.test_siege import wait_until
@@ -24,16 +24,8 @@ SECRET, NAME = "open sesame", "sealed"
 
 
 def ask(command: str, address: str, **env: str) -> "subprocess.CompletedProcess[str]":
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAXRDMA_")}
-    environment |= {"JAXRDMA_SECRET": SECRET, "JAXRDMA_JOB": NAME}
-    return subprocess.run(
-        [sys.executable, "-m", "jaxrdma", command, "--coordinator", address, "--json"],
-        env=environment | env,
-        capture_output=True,
-        text=True,
-        timeout=60 * PATIENCE,
-        check=False,
-    )
+    known = {"JAXRDMA_SECRET": SECRET, "JAXRDMA_JOB": NAME}
+    return run_command(command, address, "--json", **known | env)
 
 
 @pytest.mark.timeout(180)
