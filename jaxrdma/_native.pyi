@@ -112,7 +112,7 @@ def check_table(spec: TableSpec, slot_payload_bytes: int) -> Status: ...
 
 MOST_ROWS: int = 2147483647
 
-DEFAULT_SPIN_US: int = 0
+DEFAULT_SPIN_US: int
 
 MOST_DEVICES: int = 4
 PROTOCOL_VERSION: int = 9

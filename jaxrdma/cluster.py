@@ -150,7 +150,8 @@ class ClusterSpec:
       `None`: nothing is written.
     - `metrics`: "port", on loopback, or "host:port", at which the coordinator answers Prometheus; server i does at a
       port that is higher by i + 1. `None`: nobody does.
-    - `spin_us`: how long a progress thread polls before it sleeps, in microseconds. `None`: the engine's own choice.
+    - `spin_us`: how long a progress thread polls at most before it sleeps, in microseconds; less where the last waits
+      were shorter, and not at all where they were longer. `None`: the engine's own choice. 0: it never polls.
     - `fault`: for drills, what shall go wrong in the transport of one process: "worker 1: lost 40" loses the 40th write
       of data by worker 1. `None`: nothing.
     - `checkpoint`: the folder of the job's checkpoints; all servers reach it by this path. `None`: there are none.

@@ -37,8 +37,9 @@ using BytesIn = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 using ReadOnlyBytesIn = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
-/// How long a progress thread looks for more before it sleeps; 0 means not at all.
-constexpr int kDefaultSpinUs = 0;
+/// See engine/wait.h. More than an answer takes over Soft-RoCE in an emulated machine, as the
+/// slowest of the transports; a fast one is not looked for longer than twice what it takes.
+constexpr int kDefaultSpinUs = 1000;
 
 template <typename T>
 std::variant<T, Status> to_variant(Result<T> result) {

@@ -21,6 +21,7 @@
 #include "engine/landing.h"
 #include "engine/reduce.h"
 #include "engine/served_table.h"
+#include "engine/wait.h"
 #include "engine/wire.h"
 
 namespace jaxrdma {
@@ -390,8 +391,7 @@ Status Engine::start() {
 
 void Engine::progress() {
   std::vector<fabric::Event> events;
-  const auto spin = std::chrono::microseconds(options_.spin_us);
-  Clock::time_point idle_since = Clock::now();
+  Wait wait(std::chrono::microseconds(options_.spin_us));
   while (!stop_.load(std::memory_order_acquire)) {
     progress_lock_.lock_last();
     events.clear();
@@ -404,12 +404,11 @@ void Engine::progress() {
     sleeps_patiently_ = patiently;
     progress_lock_.unlock();
     if (busy) {
-      idle_since = Clock::now();
-    } else if (Clock::now() - idle_since < spin) {
+      wait.worked(Clock::now());
+    } else if (wait.look_again(Clock::now())) {
       std::this_thread::yield();
     } else {
       fabric_->wait(wait_ms, patiently);
-      idle_since = Clock::now();
     }
   }
 }

@@ -33,7 +33,7 @@ struct ServerOptions {
   uint32_t slots_per_worker = 16;
   uint32_t reduce_threads = 2;
   bool ordered = false;  ///< sum in replica order: the same bits on every run
-  int spin_us = 0;
+  int spin_us = 0;       ///< how long the progress thread looks at most before it sleeps (wait.h)
   size_t recorder_capacity = 1 << 14;
 };
 

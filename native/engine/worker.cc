@@ -17,6 +17,7 @@
 #include "engine/checksum.h"
 #include "engine/crew.h"
 #include "engine/landing.h"
+#include "engine/wait.h"
 #include "engine/wire.h"
 
 namespace jaxrdma {
@@ -209,6 +210,7 @@ class Engine final : public WorkerEngine {
       : options_(std::move(options)),
         fabric_(std::move(fabric)),
         cheap_(fabric_->registration_is_cheap()),
+        wait_(std::chrono::microseconds(options_.spin_us)),
         recorder_(options_.recorder_capacity) {}
   ~Engine() override { close(); }
 
@@ -336,6 +338,7 @@ class Engine final : public WorkerEngine {
   Clock::time_point loss_time_;
   bool closing_ = false;
   bool sleeps_patiently_ = false;  ///< who leads, if it sleeps
+  Wait wait_;                      ///< of who leads; not guarded
   bool handling_ = false;          ///< events_
   size_t borrowed_ = 0;            ///< slots that borrow, over fabrics where others hold a copy
   WorkerStats stats_;
@@ -1336,8 +1339,6 @@ int Engine::follow_timeout() {
 /// Makes progress until an operation has ended, and returns its callback; an empty one once the
 /// engine is closed and all of them have run.
 Crew::Task Engine::lead() {
-  const auto spin = std::chrono::microseconds(options_.spin_us);
-  auto last_progress = Clock::now();
   while (true) {
     bool moved = false;
     bool patiently = false;
@@ -1373,16 +1374,13 @@ Crew::Task Engine::lead() {
       sleeps_patiently_ = !moved && patient();
       patiently = sleeps_patiently_;
     }
-    const auto now = Clock::now();
     if (moved) {
-      last_progress = now;
-      continue;
-    }
-    if (now - last_progress < spin) {
+      wait_.worked(Clock::now());
+    } else if (wait_.look_again(Clock::now())) {
       std::this_thread::yield();
-      continue;
+    } else {
+      fabric_->wait(timeout_ms, patiently);
     }
-    fabric_->wait(timeout_ms, patiently);
   }
 }
 

@@ -27,7 +27,7 @@ struct WorkerOptions {
   std::string job;
   uint64_t incarnation = 0;
   fabric::TransportOptions transport;
-  int spin_us = 0;  ///< how long the leading thread looks before it sleeps
+  int spin_us = 0;  ///< how long the leading thread looks at most before it sleeps (wait.h)
   size_t recorder_capacity = 1 << 14;
 };
 
