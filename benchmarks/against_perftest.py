@@ -7,9 +7,9 @@ A worker engine and a server engine, without JAX, as a session makes them, move 
 from the call until every mean is there (copied, sent, summed), a pull from the publication until the parameters are in
 the worker's own buffers. In turn with them, `ib_write_bw` writes as many bytes in messages of one partition's size; it
 moves nothing else and sums nothing. `ib_write_lat` gives the time of one write of 4 KiB one way, of which a push and
-its pull are two; ours is the time from start to completion of an average of 4 KiB: once with threads that sleep until
-something arrives, and once with threads that look without sleeping for as long as it takes, as perftest's do. Values
-that came back are checked.
+its pull are two; ours is the time from start to completion of an average of 4 KiB: once with threads that look for what
+comes as by default, and once with threads that look for longer than it takes, as perftest's do. Values that came back
+are checked.
 """
 
 import argparse
@@ -45,7 +45,7 @@ SIZES = [
 ]
 TOKEN = bytes(_native.TOKEN_BYTES)
 LATENCY_BYTES = 4 << 10
-# Longer than a push and its pull take, so that no thread sleeps meanwhile.
+# Longer than a push and its pull take, so that hardly a thread sleeps meanwhile.
 SPIN_US = 3000
 LIMIT_S = 120
 # perftest measures the clock rate, and gives up where a busy machine lets it find none; the next try may.
@@ -298,7 +298,7 @@ def main() -> None:
 
     began = time.monotonic()
     pair = Pair(near, far, args.spin_us, SIZES)
-    pairs = {"sleeping": pair, "spinning": Pair(near, far, SPIN_US, [])}
+    pairs = {"default": pair, "spinning": Pair(near, far, SPIN_US, [])}
     samples: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
     latencies: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     try:
@@ -316,7 +316,7 @@ def main() -> None:
         for each in pairs.values():
             each.close()
 
-    rounds = len(latencies["sleeping"])
+    rounds = len(latencies["default"])
     title = (
         f"{pair.worker.transport}; {os.cpu_count()} processors, {platform.machine()}, {rounds} rounds; "
         "MiB/s, medians; ratio: ours to perftest's within a round"
@@ -358,7 +358,7 @@ def main() -> None:
             "ratio_to_two_writes": ratio,
         }
         console.print(
-            f"4 KiB push and pull, {name} threads: {ours * 1e6:.0f} us; one write, one way: {write * 1e6:.0f} us; "
+            f"4 KiB push and pull, {name}: {ours * 1e6:.0f} us; one write, one way: {write * 1e6:.0f} us; "
             f"{ratio:.2f} times two writes",
             soft_wrap=True,
         )
