@@ -128,7 +128,8 @@ struct Errand {
 
 /// What who follows a flow is given of it: a follower, or a worker that comes late.
 struct Keeping {
-  std::optional<Reply> wanted;       ///< its kKeep, while that waits
+  uint64_t asked = 0;                ///< number of its newest kKeep
+  std::optional<Reply> wanted;       ///< that, while it waits
   std::shared_ptr<Version> version;  ///< what is kept for it
   uint32_t taking = 0;               ///< writes to it that are not done
 };
@@ -861,7 +862,9 @@ std::string Engine::check(const Connection& from, const wire::Header& header,
       return wrong("dtype", dtype_name(piece.dtype), dtype_name(dtype));
     bytes = piece.elements * dtype_bytes(dtype);
   }
-  if (header.bytes != bytes) return wrong("bytes", bytes, header.bytes);
+  // That of a kKeep is its number.
+  if (header.kind != wire::Kind::kKeep && header.bytes != bytes)
+    return wrong("bytes", bytes, header.bytes);
   if (payload_bytes != bytes)
     return wrong("bytes", text(bytes, " after the header"), payload_bytes);
   if (header.kind != wire::Kind::kPush && !flow->update()) {
@@ -1378,6 +1381,11 @@ void Engine::keep(Connection& from, const wire::Header& header, uint32_t slot, A
   const uint16_t id = header.flow;
   if (from.keeping.size() <= id) from.keeping.resize(id + size_t{1});
   Keeping& keeping = from.keeping[id];
+  if (header.bytes < keeping.asked) {  // was overtaken
+    say(from.id, wire::Answer::kStale, header.reply_tag);
+    return free_slot(from.landing, slot, from.id);
+  }
+  keeping.asked = header.bytes;
   if (keeping.wanted.has_value()) {
     say(from.id, wire::Answer::kStale, keeping.wanted->tag);
     free_slot(from.landing, keeping.wanted->slot, from.id);

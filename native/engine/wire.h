@@ -17,7 +17,7 @@ namespace jaxrdma::wire {
 static_assert(std::endian::native == std::endian::little);
 
 /// Raised by any change to frames, headers or immediates.
-inline constexpr uint16_t kProtocolVersion = 9;
+inline constexpr uint16_t kProtocolVersion = 10;
 inline constexpr uint32_t kHeaderMagic = 0x5444524a;  // "JRDT"
 
 enum class Kind : uint8_t {
@@ -33,7 +33,8 @@ enum class Kind : uint8_t {
   /// version of its part of the flow for it, the newest, as soon as that has reached `step`; what
   /// it kept for it before, it forgets. The answer is what it Kept. The slot is given back with it.
   /// Another kKeep of the same flow takes the place of one that still waits, which is answered with
-  /// kStale.
+  /// kStale. Which is the newer `bytes` tells, a number that grows: over several devices the older
+  /// may be the last to arrive.
   kKeep = 6,
   /// No payload; after a kKeep. The answer is the partition of the version that is kept, whose step
   /// is `step`.
@@ -96,7 +97,7 @@ struct Header {
   uint32_t reply_tag;  ///< comes back in the immediate of the answer, kTagBits
   int64_t step;
   uint64_t incarnation;  ///< of the worker
-  uint64_t bytes;        ///< of the payload
+  uint64_t bytes;        ///< of the payload; of a kKeep, which has none, its number
   uint64_t reply_address;
   fabric::RemoteKey reply_key;
 };

@@ -190,7 +190,8 @@ struct Flow {
   Slab verdicts;         ///< wire::Verdict of every server, where gradients are held
   bool located = false;
   Reading reading;
-  Slab kept;  ///< wire::Kept, by server and slot
+  Slab kept;               ///< wire::Kept, by server and slot
+  uint64_t questions = 0;  ///< that servers were asked by a kKeep
   Following following;
 
   const wire::Location& location(size_t partition) const {
@@ -711,7 +712,9 @@ void Engine::pump(size_t index) {
     header.partition = request.partition;
     header.step = request.step;
     header.incarnation = options_.incarnation;
-    header.bytes = payload ? partition_bytes(partition, buffers.source_dtype) : 0;
+    header.bytes = payload   ? partition_bytes(partition, buffers.source_dtype)
+                   : keeping ? ++flow.questions
+                             : 0;
     header.reply_address = reinterpret_cast<uint64_t>(target_region->data()) + target_offset;
     header.reply_key = target_region->remote_key();
     header.reply_tag = tag;

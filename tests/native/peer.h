@@ -131,7 +131,7 @@ class Peer {
   }
   void send(const wire::Header& what, const void* payload = nullptr) {
     const uint32_t slot = take_slot();
-    write(slot, what, payload, what.bytes, slot);
+    write(slot, what, payload, what.kind == wire::Kind::kKeep ? 0 : what.bytes, slot);
   }
   template <typename T>
   void push(uint32_t partition, int64_t step, uint32_t tag, const std::vector<T>& values,

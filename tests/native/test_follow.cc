@@ -497,11 +497,37 @@ TEST_CASE("a second question takes the place of the first, which is answered too
   auto server = make_servers(1, spec)[0];
   auto peer = raw_follower(*server, 1);
   publish(*server, 3);
-  peer->send(peer->header(wire::Kind::kKeep, 0, 9, 1));
-  peer->send(peer->header(wire::Kind::kKeep, 0, 0, 2));
+  for (const auto& [number, step] : {std::pair(1, 9), std::pair(2, 0)}) {
+    wire::Header header = peer->header(wire::Kind::kKeep, 0, step, static_cast<uint32_t>(number));
+    header.bytes = static_cast<uint64_t>(number);  // either may arrive first
+    peer->send(header);
+  }
   peer->expect(wire::Answer::kStale, 1);
   peer->expect(wire::Answer::kResult, 2);
   peer->wait([&] { return peer->free_slots.size() == peer->grant.slots; });
+}
+
+TEST_CASE("a question that a newer one has overtaken takes nothing from it") {
+  const FlowSpec spec = dealt(1, 2);
+  auto server = make_servers(1, spec)[0];
+  auto peer = raw_follower(*server, 1);
+  publish(*server, 3);
+  const auto ask = [&](uint64_t number, int64_t step, uint32_t tag) {
+    wire::Header header = peer->header(wire::Kind::kKeep, 0, step, tag);
+    header.bytes = number;
+    peer->send(header);
+  };
+  ask(2, 0, 2);
+  peer->expect(wire::Answer::kResult, 2);
+  ask(1, 0, 1);
+  peer->expect(wire::Answer::kStale, 1);
+  peer->send(peer->header(wire::Kind::kTake, 0, 3, 3));  // is still kept
+  peer->expect(wire::Answer::kResult, 3);
+  ask(4, 9, 4);
+  ask(3, 9, 5);
+  peer->expect(wire::Answer::kStale, 5);
+  publish(*server, 9);
+  peer->expect(wire::Answer::kResult, 4);
 }
 
 TEST_CASE("a follower that breaks the protocol is named and disconnected, and training goes on") {

@@ -43,7 +43,7 @@ READY = 1
 # magic, flow, kind, dtype, partition, tag, step, incarnation, bytes, address and 4 keys for the answer
 HEADER = struct.Struct("<IHBBIIqQQQ4I")
 HEADER_MAGIC = 0x5444524A
-VERSION = 9
+VERSION = 10
 PUSH, LOCATE = 1, 4
 RESULT, CREDIT, RESULT_AND_CREDIT = 1, 2, 5
 TAG_BITS = 20
