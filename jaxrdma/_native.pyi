@@ -65,6 +65,7 @@ class FlowSpec:
         elements: Sequence[int],
         partitions: Sequence[Sequence[int]],
         held: int = 0,
+        members: Sequence[Sequence[int]] = [],
     ) -> None: ...
     @property
     def id(self) -> int: ...

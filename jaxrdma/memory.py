@@ -66,13 +66,9 @@ def shard_bytes(plan: "Plan", server: int, mode: str, workers: int, held: bool =
 
     if mode == "average" and workers == 1:
         return 0  # the mean of one is sent from where it landed
-    elements = [0] * len(plan.leaves)
-    for partition in plan.partitions:
-        if partition.server == server:
-            elements[partition.leaf] += partition.elements
     sums = results = 0
-    for leaf, count in zip(plan.leaves, elements, strict=True):
-        width = ITEM_BYTES[leaf.dtype]
+    for dtype, count in _held_elements(plan, server):
+        width = ITEM_BYTES[dtype]
         if mode != "ema":
             sums += -(-count * max(width, 4) // 64) * 64
         if mode != "average" or width < 4:
@@ -85,19 +81,26 @@ def version_bytes(plan: "Plan", server: int) -> int:
     """One copy of a server's part of the parameters, as it keeps it for a follower."""
     from jaxrdma.plan import ITEM_BYTES
 
-    return _pages(
-        sum(
-            -(-plan.server_elements(server, i) * ITEM_BYTES[leaf.dtype] // 64) * 64
-            for i, leaf in enumerate(plan.leaves)
-        )
-    )
+    held = _held_elements(plan, server)
+    return _pages(sum(-(-count * ITEM_BYTES[dtype] // 64) * 64 for dtype, count in held))
+
+
+def _held_elements(plan: "Plan", server: int) -> list[tuple[str, int]]:
+    """Type and number of the elements that a server has of each leaf; a pack is one leaf."""
+    elements = [0] * len(plan.wire.leaves)
+    for partition in plan.wire.partitions:
+        if partition.server == server:
+            elements[partition.leaf] += partition.elements
+    types = [leaf.dtype for leaf in plan.wire.leaves]
+    return list(zip(types, elements, strict=True))
 
 
 def copy_bytes(plan: "Plan") -> int:
-    """One copy of a model, leaf by leaf, as a worker keeps it between the wire and XLA's buffers."""
+    """One copy of a model, leaf by leaf, as a worker keeps it between the wire and XLA's buffers; a pack is one leaf."""
     from jaxrdma.plan import ITEM_BYTES
 
-    return sum(_pages(math.prod(leaf.shape) * ITEM_BYTES[leaf.dtype]) for leaf in plan.leaves)
+    leaves = plan.wire.leaves
+    return sum(_pages(math.prod(leaf.shape) * ITEM_BYTES[leaf.dtype]) for leaf in leaves)
 
 
 @dataclass(frozen=True)

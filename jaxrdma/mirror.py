@@ -205,6 +205,7 @@ class Keeper:
         self._plans: dict[int, Plan] = {}
         self._updates: dict[int, ServerUpdate] = {}
         self.parts: dict[int, Part] = {}  # by model
+        self._known_views: dict[tuple[int, str], tuple[Any, ...]] = {}
         # Held while a step is made: what is asked for then is the version before or the one after.
         self._lock = threading.Lock()
         self._frozen = False
@@ -290,5 +291,9 @@ class Keeper:
         self.parts[flow].step = step  # before it is known to anybody
         raise_for(self._engine.publish(self._models.index(flow), step))
 
-    def _views(self, flow: int, what: str) -> list[Any]:
-        return shard_views(self._engine, self._models.index(flow), self._plans[flow], what)
+    def _views(self, flow: int, what: str) -> tuple[Any, ...]:
+        key = flow, what
+        if key not in self._known_views:
+            number = self._models.index(flow)
+            self._known_views[key] = shard_views(self._engine, number, self._plans[flow], what)
+        return self._known_views[key]

@@ -97,8 +97,8 @@ _FLOW_MODES = {
 
 def shard_views(
     engine: _native.ServerEngine, flow: int, plan: Plan, what: str
-) -> list[NDArray[Any]]:
-    """NumPy views of what a server has of each leaf, empty where it holds nothing of a leaf.
+) -> tuple[NDArray[Any], ...]:
+    """NumPy views of what a server has of each leaf, empty where it holds nothing of a leaf. Its memory stays there.
 
     `what`: "parameters", or "gradient": their means.
     """
@@ -112,16 +112,18 @@ def shard_views(
         raw: NDArray[Any] = raise_for(getattr(engine, what)(flow, index))
         # ml_dtypes knows bfloat16, which NumPy does not by itself.
         views.append(raw.view(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
-    return views
+    return tuple(views)
 
 
 def flow_spec(flow: int, mode: str, plan: Plan, held: int = 0) -> _native.FlowSpec:
     """The native half of `plan`. `mode`, `held`: as in `control.FlowProposal`."""
+    wire = plan.wire
     return _native.FlowSpec(
         id=flow,
         mode=_FLOW_MODES[mode],
-        dtypes=[getattr(_native.DType, leaf.dtype) for leaf in plan.leaves],
-        elements=[math.prod(leaf.shape) for leaf in plan.leaves],
-        partitions=[(p.leaf, p.server, p.begin, p.elements) for p in plan.partitions],
+        dtypes=[getattr(_native.DType, leaf.dtype) for leaf in wire.leaves],
+        elements=[math.prod(leaf.shape) for leaf in wire.leaves],
+        partitions=[(p.leaf, p.server, p.begin, p.elements) for p in wire.partitions],
         held=held,
+        members=[(m.leaf, m.begin, m.elements) for m in wire.members] if plan.packs else [],
     )

@@ -134,6 +134,7 @@ class _Server:
         self._plans: dict[int, Plan] = {}
         self._updates: dict[int, ServerUpdate] = {}
         self._parts: dict[int, Part] = {}  # of the models of which there are updates
+        self._views: dict[tuple[int, str], tuple[Any, ...]] = {}
         # With replicate: who has a copy of what lies here, and the copy of what lies elsewhere.
         self._copier: Copier | None = None
         self._keeper: Keeper | None = None
@@ -617,11 +618,14 @@ class _Server:
         self._updates[flow - 1].read_averages(self.views(flow, "parameters"))
         self._publish(flow, self._published[flow - 1])
 
-    def views(self, flow: int, what: str) -> list[Any]:
-        """NumPy views of this server's piece of each leaf, empty where it holds nothing of a leaf."""
+    def views(self, flow: int, what: str) -> tuple[Any, ...]:
+        """NumPy views of this server's piece of each leaf, empty where it holds nothing of a leaf. Made once."""
         from jaxrdma.native import shard_views
 
-        return shard_views(self._engine, flow, self._plans[flow], what)
+        key = flow, what
+        if key not in self._views:
+            self._views[key] = shard_views(self._engine, flow, self._plans[flow], what)
+        return self._views[key]
 
     # --- the copies ---
 

@@ -491,13 +491,18 @@ def _accumulator(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
+# By pack, its memory, in pieces: where in the pack each begins, and a flat view of it.
+_Layout = list[list[tuple[int, Any]]]
+
+
 class ServerUpdate:
     """One server's share of an update: its compiled program and its optimizer state.
 
     Not thread-safe: one thread of the server owns it. Views are flat NumPy arrays over the server's own
-    memory, one per leaf of the flow, in leaf order, empty where the server holds nothing of a leaf. The
-    program reads large views where they lie and has ended before a call returns, so that memory may change
-    afterwards; results and state are always the program's own buffers.
+    memory, one per leaf of the flow, in leaf order, empty where the server holds nothing of a leaf; best
+    in one tuple that is given at every step, because how its views lie is found once. The program reads
+    large views where they lie and has ended before a call returns, so that memory may change afterwards;
+    results and state are always the program's own buffers.
     """
 
     def __init__(self, blob: bytes, keep_before: bool = False) -> None:
@@ -512,6 +517,7 @@ class ServerUpdate:
         self._keep_before = keep_before
         self._made: list[Any] | None = None  # the parameters by pack, as the last step made them
         self._before: tuple[list[Any], list[Any]] | None = None  # these and the state, one step ago
+        self._layouts: list[tuple[tuple[Any, ...], _Layout]] = []
         if self._program is None:
             return
         import jax
@@ -576,7 +582,7 @@ class ServerUpdate:
 
         if self._program is None:
             return
-        inputs = self._gather(params, self._dtypes, self._params)
+        inputs = self._gather(self._lay_out(params, self._dtypes), self._dtypes, self._params)
         self._made = self._before = None
         with jax.enable_x64(self._program.x64), jax.default_device(self._device):
             self._state = list(jax.block_until_ready(self._init(self._put(inputs))))
@@ -592,8 +598,10 @@ class ServerUpdate:
             raise UpdateError(
                 "the update has no state: initialise was not called, or a step failed"
             )
-        grad_inputs = self._gather(grads, self._grad_dtypes, self._grads)
-        param_inputs = self._gather(params, self._dtypes, self._params)
+        grad_layout = self._lay_out(grads, self._grad_dtypes)
+        grad_inputs = self._gather(grad_layout, self._grad_dtypes, self._grads)
+        layout = self._lay_out(params, self._dtypes)
+        param_inputs = self._gather(layout, self._dtypes, self._params)
         if self._keep_before and self._made is None:
             self._made = [np.array(array) for array in param_inputs]
         state, self._state = self._state, None
@@ -611,11 +619,10 @@ class ServerUpdate:
             # The program's own buffers, which nothing overwrites: the last step's are the parameters before this one.
             self._before, self._made = (self._made, state), list(new_params)
         self._state = list(new_state)
-        for pack, array, dtype in zip(self._program.packs, new_params, self._dtypes, strict=True):
-            result, begin = np.asarray(array).reshape(-1), 0
-            for leaf, elements in zip(pack.leaves, pack.elements, strict=True):
-                np.copyto(params[leaf].view(dtype), result[begin : begin + elements])
-                begin += elements
+        for runs, array, dtype in zip(layout, new_params, self._dtypes, strict=True):
+            result = np.asarray(array).reshape(-1)
+            for begin, run in runs:
+                np.copyto(run.view(dtype), result[begin : begin + run.size])
 
     def read_averages(self, views: Sequence[Any]) -> None:
         """Copy the parameters' moving averages into flat `views`, one per leaf, as they are for the parameters.
@@ -721,17 +728,34 @@ class ServerUpdate:
         return views
 
     def _gather(
-        self, views: Sequence[Any], dtypes: Sequence[Any], buffers: Sequence[Any]
+        self, layout: _Layout, dtypes: Sequence[Any], buffers: Sequence[Any]
     ) -> list[Any]:
         """One array per pack: the view itself, or the pack's buffer with the views copied into it."""
+        assert self._program is not None
+        arrays: list[Any] = []
+        packs = zip(self._program.packs, layout, dtypes, buffers, strict=True)
+        for pack, runs, dtype, buffer in packs:
+            if buffer is None:
+                ((_, view),) = runs
+                arrays.append(view.view(dtype).reshape(pack.shape))
+                continue
+            for begin, run in runs:
+                buffer[begin : begin + run.size] = run.view(dtype)
+            arrays.append(buffer)
+        return arrays
+
+    def _lay_out(self, views: Sequence[Any], dtypes: Sequence[Any]) -> _Layout:
+        """Where in memory the leaves of each pack lie. Of a tuple, whose views stay what they are, found once."""
+        for known, layout in self._layouts:
+            if known is views:
+                return layout
         assert self._program is not None
         if len(views) != self._program.leaves:
             raise UpdateError(
                 f"the update is for {self._program.leaves} leaves, but {len(views)} came"
             )
-        arrays: list[Any] = []
-        for pack, dtype, buffer in zip(self._program.packs, dtypes, buffers, strict=True):
-            begin = 0
+        layout: _Layout = []
+        for pack, dtype in zip(self._program.packs, dtypes, strict=True):
             for leaf, elements in zip(pack.leaves, pack.elements, strict=True):
                 view = views[leaf]
                 if view.shape != (elements,) or view.dtype.itemsize != dtype.itemsize:
@@ -739,20 +763,41 @@ class ServerUpdate:
                         f"leaf {leaf} should come as {dtype.name}[{elements}], but came as "
                         f"{view.dtype.name}{list(view.shape)}"
                     )
-                if buffer is None:
-                    arrays.append(view.view(dtype).reshape(pack.shape))
-                else:
-                    buffer[begin : begin + elements] = view.view(dtype)
-                    begin += elements
-            if buffer is not None:
-                arrays.append(buffer)
-        return arrays
+            layout.append(_runs([views[leaf] for leaf in pack.leaves]))
+        if isinstance(views, tuple):
+            self._layouts.append((views, layout))
+        return layout
 
     def _put(self, arrays: list[Any]) -> list[Any]:
         """Arrays for the program, which read the memory where it lies if it is aligned to 64 bytes."""
         import jax
 
         return [jax.device_put(array, self._device, may_alias=True) for array in arrays]
+
+
+def _runs(views: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Flat views one after the other, and where each begins; neighbours in memory as one.
+
+    So are those that travel as one: a copy for each of them would cost more than all that is copied.
+    """
+    import numpy as np
+
+    runs: list[tuple[int, Any]] = []
+    begin, end = 0, -1
+    for view in views:
+        address = view.ctypes.data
+        if address == end and view.dtype == runs[-1][1].dtype:
+            first, run = runs[-1]
+            # Whoever holds the run holds the views too, whose memory it is.
+            both = np.lib.stride_tricks.as_strided(
+                run.view(np.uint8), (run.nbytes + view.nbytes,), (1,)
+            )
+            runs[-1] = first, both.view(view.dtype)
+        else:
+            runs.append((begin, view))
+        begin += view.size
+        end = address + view.nbytes
+    return runs
 
 
 def _as_bytes(array: Any) -> Any:

@@ -78,16 +78,17 @@ Result<Operation> make_operation(OperationKind kind, uint16_t flow, int64_t step
   operation.kind = kind;
   operation.flow = flow;
   operation.step = step;
-  operation.leaves.resize(spec.leaves.size());
-  for (size_t i = 0; i < spec.leaves.size(); ++i) {
-    const size_t bytes = spec.leaves[i].elements * dtype_bytes(spec.leaves[i].dtype);
+  operation.leaves.resize(spec.arrays());
+  for (uint32_t i = 0; i < operation.leaves.size(); ++i) {
+    const Member member = spec.member(i);
     LeafBuffers& buffers = operation.leaves[i];
-    buffers.source_dtype = spec.leaves[i].dtype;
+    buffers.source_dtype = spec.leaves[member.leaf].dtype;
+    const size_t bytes = member.elements * dtype_bytes(buffers.source_dtype);
     if (i < sources.size() && sources[i]) {
       // A gradient may come as it is summed.
       const DType wide = accumulator_dtype(buffers.source_dtype);
       if (sources[i]->size() != bytes &&
-          sources[i]->size() == spec.leaves[i].elements * dtype_bytes(wide)) {
+          sources[i]->size() == member.elements * dtype_bytes(wide)) {
         buffers.source_dtype = wide;
       } else if (sources[i]->size() != bytes) {
         return Status(Code::kInvalidArgument, "a source buffer has the wrong size");
@@ -196,7 +197,8 @@ void bind_common(nb::module_& m) {
           "__init__",
           [](FlowSpec* self, uint16_t id, FlowMode mode, const std::vector<DType>& dtypes,
              const std::vector<uint64_t>& elements,
-             const std::vector<std::vector<uint64_t>>& partitions, uint32_t held) {
+             const std::vector<std::vector<uint64_t>>& partitions, uint32_t held,
+             const std::vector<std::vector<uint64_t>>& members) {
             FlowSpec spec;
             spec.id = id;
             spec.mode = mode;
@@ -210,10 +212,15 @@ void bind_common(nb::module_& m) {
               spec.partitions.push_back(
                   {static_cast<uint32_t>(p[0]), static_cast<uint32_t>(p[1]), p[2], p[3]});
             }
+            for (const std::vector<uint64_t>& member : members) {
+              if (member.size() != 3) throw nb::value_error("a member is (leaf, begin, elements)");
+              spec.members.push_back({static_cast<uint32_t>(member[0]), member[1], member[2]});
+            }
             new (self) FlowSpec(std::move(spec));
           },
           nb::arg("id"), nb::arg("mode"), nb::arg("dtypes"), nb::arg("elements"),
-          nb::arg("partitions"), nb::arg("held") = 0)
+          nb::arg("partitions"), nb::arg("held") = 0,
+          nb::arg("members") = std::vector<std::vector<uint64_t>>())
       .def_ro("id", &FlowSpec::id);
   nb::enum_<RowRule>(m, "RowRule")
       .value("SGD", RowRule::kSgd)

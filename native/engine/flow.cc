@@ -110,6 +110,52 @@ Status check_cover(const FlowSpec& spec) {
   return Status();
 }
 
+/// Every element of every leaf is that of exactly one array, and each server has all of a pack or
+/// nothing.
+Status check_members(const FlowSpec& spec) {
+  if (spec.members.empty()) return Status();
+  std::vector<uint64_t> filled(spec.leaves.size());
+  for (size_t i = 0; i < spec.members.size(); ++i) {
+    const Member& member = spec.members[i];
+    const std::string who =
+        "flow " + std::to_string(spec.id) + ", array " + std::to_string(i) + ": ";
+    if (member.leaf >= spec.leaves.size()) {
+      return refused(who + "is in leaf " + std::to_string(member.leaf) + " of " +
+                     std::to_string(spec.leaves.size()));
+    }
+    const uint64_t elements = spec.leaves[member.leaf].elements;
+    if (member.begin != filled[member.leaf]) {
+      return refused(who + "begins at element " + std::to_string(member.begin) + " of leaf " +
+                     std::to_string(member.leaf) + ", but those before it end at " +
+                     std::to_string(filled[member.leaf]));
+    }
+    if (member.elements > elements - member.begin) {
+      return refused(who + "has " + std::to_string(member.elements) + " elements from " +
+                     std::to_string(member.begin) + " on, but leaf " + std::to_string(member.leaf) +
+                     " has " + std::to_string(elements));
+    }
+    if (member.elements == 0 && elements > 0) return refused(who + "is empty, in a pack");
+    filled[member.leaf] += member.elements;
+  }
+  for (size_t leaf = 0; leaf < spec.leaves.size(); ++leaf) {
+    if (filled[leaf] != spec.leaves[leaf].elements) {
+      return refused("flow " + std::to_string(spec.id) + ": the arrays in leaf " +
+                     std::to_string(leaf) + " have " + std::to_string(filled[leaf]) + " of its " +
+                     std::to_string(spec.leaves[leaf].elements) + " elements");
+    }
+  }
+  std::vector<bool> packed(spec.leaves.size());
+  for (const Member& member : spec.members)
+    if (member.elements < spec.leaves[member.leaf].elements) packed[member.leaf] = true;
+  for (size_t i = 0; i < spec.partitions.size(); ++i) {
+    const Partition& partition = spec.partitions[i];
+    if (packed[partition.leaf] && partition.elements < spec.leaves[partition.leaf].elements)
+      return refused(named(spec, i) + "has a part of a pack, leaf " +
+                     std::to_string(partition.leaf));
+  }
+  return Status();
+}
+
 }  // namespace
 
 Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_bytes) {
@@ -142,7 +188,8 @@ Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_by
       return status;
     }
   }
-  return check_cover(spec);
+  if (Status status = check_cover(spec); !status.ok()) return status;
+  return check_members(spec);
 }
 
 }  // namespace jaxrdma

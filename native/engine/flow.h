@@ -2,6 +2,7 @@
  * session. */
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -29,6 +30,14 @@ struct Leaf {
   uint64_t elements;
 };
 
+/// One array of the caller's: a leaf of its own, or, beside other small ones, a piece of a leaf that
+/// is a pack.
+struct Member {
+  uint32_t leaf;
+  uint64_t begin;  ///< its first element within the leaf
+  uint64_t elements;
+};
+
 /// A piece of one leaf, held by one server.
 struct Partition {
   uint32_t leaf;
@@ -44,14 +53,23 @@ struct FlowSpec {
   FlowMode mode = FlowMode::kUpdate;
   std::vector<Leaf> leaves;
   std::vector<Partition> partitions;  ///< in the order in which they are pushed
+  /// Where the arrays of the caller are, by their index. Empty: they are the leaves.
+  std::vector<Member> members;
   /// How many gradients of one worker a server keeps until it is decided which of them form a mean
   /// (held.h). 0: each mean is over one gradient of every worker, and nothing is left to decide.
   uint32_t held = 0;
+
+  size_t arrays() const { return members.empty() ? leaves.size() : members.size(); }
+  /// Where array `index` is.
+  Member member(uint32_t index) const {
+    return members.empty() ? Member{index, 0, leaves[index].elements} : members[index];
+  }
 };
 
 /// Refuses a spec whose partitions leave their leaf, overlap, miss a piece, are empty, name no
 /// server below `servers`, or do not fit a landing slot of `slot_payload_bytes` in their widest
-/// gradient type.
+/// gradient type; whose members do not fill their leaves one after the other; or with a pack in more
+/// than one partition.
 Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_bytes);
 
 }  // namespace jaxrdma

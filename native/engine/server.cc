@@ -313,7 +313,7 @@ class Engine final : public ServerEngine {
   size_t slot_payload_bytes() const {
     return Landing::stride(options_.partition_bytes) - sizeof(wire::Header);
   }
-  Result<LeafShard> shard(uint16_t flow, uint32_t leaf, bool gradient);
+  Result<LeafShard> shard(uint16_t flow, uint32_t array, bool gradient);
   Status is_closed() const {
     return Status(Code::kCancelled, text("server ", options_.server, " is closed"));
   }
@@ -1885,12 +1885,12 @@ Status Engine::add_flow(FlowSpec spec) {
   return Status();
 }
 
-Result<LeafShard> Engine::shard(uint16_t id, uint32_t leaf, bool gradient) {
+Result<LeafShard> Engine::shard(uint16_t id, uint32_t array, bool gradient) {
   std::lock_guard guard(progress_lock_);
   const Aggregate* flow = find_flow(id);
-  if (flow == nullptr || leaf >= flow->spec.leaves.size()) {
+  if (flow == nullptr || array >= flow->spec.arrays()) {
     return Status(Code::kInvalidArgument,
-                  text("server ", options_.server, " knows no leaf ", leaf, " of a flow ", id));
+                  text("server ", options_.server, " knows no leaf ", array, " of a flow ", id));
   }
   if (!flow->update()) {
     return Status(Code::kInvalidArgument,
@@ -1899,17 +1899,26 @@ Result<LeafShard> Engine::shard(uint16_t id, uint32_t leaf, bool gradient) {
   if (gradient && flow->shows()) {
     return Status(Code::kInvalidArgument, text("flow ", id, " has no gradients"));
   }
+  const Member member = flow->spec.member(array);
+  const uint32_t leaf = member.leaf;
   LeafShard shard;
   shard.data = gradient ? flow->accumulator_of_leaf[leaf] : flow->result_of_leaf[leaf];
   shard.dtype =
       gradient ? accumulator_dtype(flow->spec.leaves[leaf].dtype) : flow->spec.leaves[leaf].dtype;
   shard.elements = flow->elements_of_leaf[leaf];
+  if (member.elements < flow->spec.leaves[leaf].elements && shard.elements > 0) {
+    // Of a pack, which is here as a whole.
+    shard.data += member.begin * dtype_bytes(shard.dtype);
+    shard.elements = member.elements;
+  }
   return shard;
 }
 
-Result<LeafShard> Engine::gradient(uint16_t flow, uint32_t leaf) { return shard(flow, leaf, true); }
-Result<LeafShard> Engine::parameters(uint16_t flow, uint32_t leaf) {
-  return shard(flow, leaf, false);
+Result<LeafShard> Engine::gradient(uint16_t flow, uint32_t array) {
+  return shard(flow, array, true);
+}
+Result<LeafShard> Engine::parameters(uint16_t flow, uint32_t array) {
+  return shard(flow, array, false);
 }
 
 Status Engine::publish(uint16_t id, int64_t step) {

@@ -65,11 +65,12 @@ struct ServerEvent {
   uint64_t incarnation = 0;
 };
 
-/// Where one leaf's piece lies: this server's partitions of it, one after the other, without gaps.
+/// Where one array's piece lies: this server's partitions of it, one after the other, without gaps;
+/// or, if it is in a pack, its place there.
 struct LeafShard {
   std::byte* data = nullptr;
   DType dtype = DType::kFloat32;
-  uint64_t elements = 0;  ///< 0 where this server holds nothing of the leaf
+  uint64_t elements = 0;  ///< 0 where this server holds nothing of the array
 };
 
 struct ServerStats {
@@ -120,9 +121,9 @@ class ServerEngine {
   virtual void wake() = 0;
 
   /// The mean gradients of the step that kStepReady named; readable until `publish`.
-  virtual Result<LeafShard> gradient(uint16_t flow, uint32_t leaf) = 0;
+  virtual Result<LeafShard> gradient(uint16_t flow, uint32_t array) = 0;
   /// The parameters, which the update overwrites between kStepReady or kInitialised and `publish`.
-  virtual Result<LeafShard> parameters(uint16_t flow, uint32_t leaf) = 0;
+  virtual Result<LeafShard> parameters(uint16_t flow, uint32_t array) = 0;
   /// The parameters are those of `step`: answers everybody who waits for them.
   virtual Status publish(uint16_t flow, int64_t step) = 0;
   /// Of a flow that shows, once a first version was published: kStepReady follows as soon as nobody

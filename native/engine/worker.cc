@@ -17,6 +17,7 @@
 #include "engine/checksum.h"
 #include "engine/crew.h"
 #include "engine/landing.h"
+#include "engine/pack.h"
 #include "engine/wait.h"
 #include "engine/wire.h"
 
@@ -43,7 +44,7 @@ constexpr auto kAheadPatience = std::chrono::milliseconds(500);
 /// Slots that a server may grant a follower.
 constexpr uint32_t kMostFollowSlots = 64;
 
-/// Buffers of tables' calls that are kept for the next ones, by table.
+/// Buffers of tables' calls and of packs that are kept for the next ones, by table or flow.
 constexpr size_t kMostSpareBuffers = 4;
 
 size_t partition_bytes(const Partition& partition, DType dtype) {
@@ -178,6 +179,8 @@ struct Flow {
   FlowSpec spec;
   std::unique_ptr<RowTable> table;                   ///< then nothing else is used
   std::vector<std::vector<uint32_t>> partitions_of;  ///< by server
+  std::unique_ptr<const Packing> packing;            ///< of a flow that has packs
+  std::vector<std::shared_ptr<Pages>> spare;         ///< buffers of packs that are in no use
   Mirror staging;  ///< answers of a kPush land here, until its kPull
   /// Answers of everything else land here where the buffers that they are for cannot be registered.
   Mirror bounce;
@@ -248,8 +251,9 @@ class Engine final : public WorkerEngine {
   void close() override;
 
  private:
-  // Everything below needs progress_lock_ but lead() and prepare_rows().
+  // Everything below needs progress_lock_ but lead(), pack() and prepare_rows().
   Crew::Task lead();
+  Status pack(Operation& operation);
   Result<std::shared_ptr<RowCall>> prepare_rows(const Operation& operation);
   bool progress();
   void begin(Operation operation, std::shared_ptr<RowCall> rows);
@@ -403,6 +407,8 @@ Status Engine::add_flow(FlowSpec spec) {
   }
   auto flow = std::make_unique<Flow>();
   flow->spec = std::move(spec);
+  auto packing = std::make_unique<const Packing>(flow->spec);
+  if (packing->bytes() > 0) flow->packing = std::move(packing);
   flow->partitions_of.resize(servers_.size());
   for (uint32_t i = 0; i < flow->spec.partitions.size(); ++i)
     flow->partitions_of[flow->spec.partitions[i].server].push_back(i);
@@ -451,6 +457,9 @@ void Engine::start(Operation operation) {
       return;
     }
     rows = std::move(prepared.value());
+  } else if (Status packed = pack(operation); !packed.ok()) {
+    operation.done(packed);
+    return;
   }
   std::unique_lock guard(progress_lock_);
   if (!failure_.ok() || closing_) {
@@ -467,6 +476,41 @@ void Engine::start(Operation operation) {
   const bool hurry = sleeps_patiently_ && (!patient() || follows);
   if (hurry) sleeps_patiently_ = false;
   if (hurry || !finished_.empty()) fabric_->wake();
+}
+
+/// Makes an operation on arrays one on leaves. Takes the lock for moments only: the copies are made by
+/// who starts the operation, and by who is told that it is done.
+Status Engine::pack(Operation& operation) {
+  std::unique_lock guard(progress_lock_);
+  if (operation.flow >= flows_.size()) return {};  // which `begin` says
+  Flow& flow = *flows_[operation.flow];
+  if (flow.packing == nullptr || operation.leaves.size() != flow.spec.arrays()) return {};
+  std::shared_ptr<Pages> buffer;
+  if (!flow.spare.empty()) {
+    buffer = std::move(flow.spare.back());
+    flow.spare.pop_back();
+  }
+  guard.unlock();  // a flow stays where it is, and its packing as it is
+  if (buffer == nullptr) {
+    auto pages = Pages::allocate(flow.packing->bytes(),
+                                 "the packs of flow " + std::to_string(operation.flow));
+    if (!pages.ok()) return pages.status();
+    buffer = std::make_shared<Pages>(std::move(pages.value()));
+  }
+  auto leaves = flow.packing->pack(operation.kind, operation.leaves, buffer->data());
+  if (!leaves.ok()) return leaves.status();
+  const bool receives = operation.kind != OperationKind::kPush;
+  operation.done = [this, &flow, receives, buffer = std::move(buffer),
+                    arrays = std::exchange(operation.leaves, std::move(leaves.value())),
+                    done = std::move(operation.done)](const Status& status) mutable {
+    if (status.ok() && receives) flow.packing->unpack(buffer->data(), arrays);
+    {
+      std::lock_guard returned(progress_lock_);
+      if (flow.spare.size() < kMostSpareBuffers) flow.spare.push_back(std::move(buffer));
+    }
+    done(status);
+  };
+  return {};
 }
 
 void Engine::begin(Operation operation, std::shared_ptr<RowCall> rows) {

@@ -37,13 +37,13 @@ struct ServerAddress {
   std::vector<std::byte> token;  ///< fabric::Hello::kTokenBytes
 };
 
-/// The buffers of one leaf in one operation. Null where the operation does not use them, or the
-/// leaf is empty.
+/// The buffers of one array in one operation. Null where the operation does not use them, or the
+/// array is empty.
 struct LeafBuffers {
   const std::byte* source = nullptr;  ///< gradient (push) or parameter (init)
   DType source_dtype = DType::kFloat32;
   std::byte* target =
-      nullptr;  ///< result, of the leaf's dtype; may be `source` where the dtypes are equal
+      nullptr;  ///< result, of the array's dtype; may be `source` where the dtypes are equal
 };
 
 enum class OperationKind : uint8_t {
@@ -93,7 +93,7 @@ struct Operation {
   OperationKind kind;
   uint16_t flow;
   int64_t step;
-  std::vector<LeafBuffers> leaves;
+  std::vector<LeafBuffers> leaves;  ///< by array of the caller's
   RowBuffers rows{};  ///< of an operation on a table, which has no leaves
   /// Of a kFollow: after so long the servers are asked for the newest that they have, and it fails
   /// with kDeadline if that is not new enough; 0: at once; -1: never. The way of the parameters to

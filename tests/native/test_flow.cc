@@ -98,3 +98,51 @@ TEST_CASE("types are known by size, name and accumulator") {
   spec.leaves[2].dtype = static_cast<DType>(9);
   check_refused(spec, "unknown dtype 9");
 }
+
+namespace {
+
+/// The second leaf is a pack of three arrays.
+FlowSpec packed_flow() {
+  FlowSpec spec = good_flow();
+  spec.members = {{1, 0, 6}, {0, 0, 300}, {1, 6, 200}, {2, 0, 0}, {1, 206, 50}};
+  return spec;
+}
+
+}  // namespace
+
+TEST_CASE("a plan with arrays that fill a leaf one after the other is accepted") {
+  const FlowSpec spec = packed_flow();
+  CHECK(check_flow(spec, 2, kSlotBytes).ok());
+  CHECK(spec.arrays() == 5);
+  CHECK(spec.member(2).begin == 6);
+  CHECK(good_flow().arrays() == 3);
+  CHECK(good_flow().member(1).elements == 256);
+}
+
+TEST_CASE("arrays that overlap, leave a gap or their leaf, or are empty in a pack, are refused") {
+  FlowSpec spec = packed_flow();
+  spec.members[2].begin = 5;
+  check_refused(spec, "array 2: begins at element 5 of leaf 1, but those before it end at 6");
+  spec.members[2].begin = 7;
+  check_refused(spec, "begins at element 7");
+  spec = packed_flow();
+  spec.members[4].elements = 49;
+  check_refused(spec, "have 255 of its 256 elements");
+  spec.members[4].elements = 51;
+  check_refused(spec, "has 51 elements from 206 on, but leaf 1 has 256");
+  spec.members[4].elements = UINT64_MAX;
+  check_refused(spec, "but leaf 1 has 256");
+  spec = packed_flow();
+  spec.members[3].leaf = 3;
+  check_refused(spec, "array 3: is in leaf 3 of 3");
+  spec = packed_flow();
+  spec.members.push_back({1, 256, 0});
+  check_refused(spec, "array 5: is empty, in a pack");
+}
+
+TEST_CASE("a pack in two partitions is refused") {
+  FlowSpec spec = packed_flow();
+  spec.partitions[0] = {1, 0, 0, 200};
+  spec.partitions.push_back({1, 0, 200, 56});
+  check_refused(spec, "partition 0: has a part of a pack, leaf 1");
+}

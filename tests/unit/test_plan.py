@@ -89,6 +89,87 @@ def test_a_server_finds_the_proposed_plan_by_its_digest(args):
     assert plan.agreed_plan(args[0], args[1], args[2], made.digest) == made
 
 
+many_leaves = st.tuples(
+    st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(sorted(plan.ITEM_BYTES))), max_size=60),
+    st.integers(1, 4),
+    st.integers(128, 20000),
+    st.booleans(),
+).map(
+    lambda args: (
+        [LeafSpec(f"params[{i}]", (size,), dtype) for i, (size, dtype) in enumerate(args[0])],
+        *args[1:],
+    )
+)
+
+
+@hypothesis.given(many_leaves)
+def test_every_element_travels_once_and_in_a_leaf_of_its_type(args):
+    made = plan.assign_partitions(*args)
+    wire = made.wire
+    filled = [0] * len(wire.leaves)
+    for leaf, member in zip(made.leaves, wire.members, strict=True):
+        assert wire.leaves[member.leaf].dtype == leaf.dtype
+        assert member.elements == elements(leaf)
+        assert member.begin == filled[member.leaf]
+        filled[member.leaf] += member.elements
+    assert filled == [elements(leaf) for leaf in wire.leaves]
+    pushed = [0] * len(wire.leaves)
+    for part in wire.partitions:
+        assert part.begin == pushed[part.leaf]
+        pushed[part.leaf] += part.elements
+        assert part.elements * max(4, plan.ITEM_BYTES[wire.leaves[part.leaf].dtype]) <= args[2]
+    assert pushed == filled
+
+
+@hypothesis.given(many_leaves)
+def test_a_pack_is_one_partition_of_small_leaves_of_one_server(args):
+    made = plan.assign_partitions(*args)
+    packed = [leaf for pack in made.packs for leaf in pack]
+    assert len(packed) == len(set(packed))
+    for pack in made.packs:
+        assert len(pack) > 1
+        assert list(pack) == sorted(pack)
+        (partition,) = [
+            part for part in made.wire.partitions if part.leaf == made.wire.members[pack[0]].leaf
+        ]
+        assert partition.elements == sum(elements(made.leaves[leaf]) for leaf in pack)
+        for leaf in pack:
+            full = plan.partition_elements(made.leaves[leaf].dtype, args[2])
+            assert 0 < elements(made.leaves[leaf]) <= full // plan.SMALL_SHARE
+            assert made.server_elements(partition.server, leaf) == elements(made.leaves[leaf])
+
+
+@hypothesis.given(many_leaves)
+def test_leaves_that_are_not_packed_travel_as_they_lie(args):
+    made = plan.assign_partitions(*args)
+    packed = {leaf for pack in made.packs for leaf in pack}
+    own = {member.leaf: leaf for leaf, member in enumerate(made.wire.members) if leaf not in packed}
+    travelling = [
+        (own[p.leaf], p.server, p.begin, p.elements) for p in made.wire.partitions if p.leaf in own
+    ]
+    lying = [(p.leaf, p.server, p.begin, p.elements) for p in made.partitions]
+    assert travelling == [each for each in lying if each[0] not in packed]
+
+
+@hypothesis.given(many_leaves)
+def test_of_small_leaves_of_a_type_no_server_has_two_packs_that_are_not_nearly_full(args):
+    made = plan.assign_partitions(*args)
+    for server in range(args[1]):
+        for dtype in plan.ITEM_BYTES:
+            full = plan.partition_elements(dtype, args[2])
+            small = [
+                leaf
+                for leaf, spec in enumerate(made.leaves)
+                if spec.dtype == dtype
+                and 0 < elements(spec) <= full // plan.SMALL_SHARE
+                and made.server_elements(server, leaf)
+            ]
+            packs = [pack for pack in made.packs if pack[0] in small]
+            sizes = [sum(elements(made.leaves[leaf]) for leaf in pack) for pack in packs]
+            assert all(size > full - full // plan.SMALL_SHARE for size in sizes[:-1])
+            assert len(small) - sum(map(len, packs)) <= 1
+
+
 def test_averages_lie_where_their_parameters_do_and_16_bit_ones_are_float32():
     leaves = [
         LeafSpec("params['w']", (70, 30), "bfloat16"),
@@ -103,6 +184,7 @@ def test_averages_lie_where_their_parameters_do_and_16_bit_ones_are_float32():
         assert averages.server_bytes(server) >= made.server_bytes(server)
     assert averages.digest != made.digest
     assert plan.agreed_average_plan(made, averages.digest) == averages
+    assert averages.packs == made.packs
     with pytest.raises(errors.MismatchError, match="run the same version of jaxrdma"):
         plan.agreed_average_plan(made, made.digest)
 
@@ -128,11 +210,14 @@ def test_a_single_server_has_no_mirror():
         plan.place_mirrors(["a"])
 
 
-@hypothesis.given(arguments)
+@hypothesis.given(st.one_of(arguments, many_leaves))
 def test_a_servers_part_is_a_plan_of_its_own(args):
     made = plan.assign_partitions(*args)
     for server in range(made.servers):
         part = plan.part_plan(made, server)
+        assert [p.elements for p in part.wire.partitions] == [
+            p.elements for p in made.wire.partitions if p.server == server
+        ]
         assert part.server_bytes(0) == made.server_bytes(server)
         assert [p.elements for p in part.partitions] == [
             p.elements for p in made.partitions if p.server == server
@@ -337,6 +422,23 @@ def test_a_plan_says_what_each_server_holds_and_where_each_leaf_lies():
         "  params['a'] float32[100]: server 0 [0:64], server 1 [64:100]",
         "  params['b'] bfloat16[8]: server 2 [0:8]",
         "  params['c'] float32[0,3]: empty",
+    ]
+
+
+def test_a_plan_says_which_small_leaves_travel_as_one():
+    leaves = [
+        LeafSpec("params['a']", (3,), "float32"),
+        LeafSpec("params['b']", (64,), "float32"),
+        LeafSpec("params['c']", (2, 2), "float32"),
+    ]
+    made = plan.assign_partitions(leaves, servers=1, partition_bytes=256)
+    assert made.packs == ((0, 2),)
+    assert made.text(0) == [
+        "model 0: 3 leaves, 284 bytes on 1 servers, leaves may be cut, partitions of at most 256 bytes",
+        "  server 0: 284 bytes (100.0 %), 2 partitions",
+        "  params['a'] float32[3]: server 0 [0:3], in partition 0 with 1 more",
+        "  params['b'] float32[64]: server 0 [0:64]",
+        "  params['c'] float32[2,2]: server 0 [0:4], in partition 0 with 1 more",
     ]
 
 
