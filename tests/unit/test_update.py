@@ -381,6 +381,43 @@ def test_an_empty_server_has_an_empty_program():
     idle.step([np.zeros(0, "float32")], [np.zeros(0, "float32")])
 
 
+def side_by_side(sizes: list[int], dtype: Any, gap: int) -> tuple[np.ndarray, ...]:
+    """Views of one memory, one after the other; but before the one with the number `gap` something else lies."""
+    memory = np.zeros(sum(sizes) + 3, dtype)
+    begins = [sum(sizes[:i]) + 3 * (i >= gap) for i in range(len(sizes))]
+    return tuple(
+        memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_leaves_that_lie_side_by_side_are_updated_as_if_apart(dtype):
+    rng = np.random.default_rng(2)
+    sizes = [2 + 3 * i % 7 for i in range(12)]
+    params = [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
+    grads = gradients(params)
+    expected = on_servers(optax.adam(0.1), params, grads, 1)
+
+    specs, treedef, _ = plan.describe_leaves(params)
+    analysis = update.analyse(optax.adam(0.1), treedef, specs)
+    made = plan.assign_partitions(specs, 1, 256)
+    running = update.ServerUpdate(update.export_update(analysis, made).programs[0])
+    held = side_by_side(sizes, params[0].dtype, gap=5)
+    means = side_by_side(sizes, "float32", gap=8)
+    for view, leaf in zip(held, params, strict=True):
+        view[:] = leaf
+    assert [(begin, len(run)) for begin, run in update._runs(held)] == [
+        (0, sum(sizes[:5])),
+        (sum(sizes[:5]), sum(sizes[5:])),
+    ]
+    running.initialise(held)
+    for step in grads:
+        for view, leaf in zip(means, step, strict=True):
+            view[:] = leaf
+        running.step(means, held)
+    assert_same_bits(list(held), expected)
+
+
 def server_for(transformation: Any, elements: int) -> update.ServerUpdate:
     specs, treedef, _ = plan.describe_leaves([jnp.zeros(elements)])
     analysis = update.analyse(transformation, treedef, specs)
