@@ -80,7 +80,7 @@ Result<Operation> make_operation(OperationKind kind, uint16_t flow, int64_t step
   operation.step = step;
   operation.leaves.resize(spec.arrays());
   for (uint32_t i = 0; i < operation.leaves.size(); ++i) {
-    const Member member = spec.member(i);
+    const LeafMember member = spec.member(i);
     LeafBuffers& buffers = operation.leaves[i];
     buffers.source_dtype = spec.leaves[member.leaf].dtype;
     const size_t bytes = member.elements * dtype_bytes(buffers.source_dtype);

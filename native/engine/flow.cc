@@ -116,7 +116,7 @@ Status check_members(const FlowSpec& spec) {
   if (spec.members.empty()) return Status();
   std::vector<uint64_t> filled(spec.leaves.size());
   for (size_t i = 0; i < spec.members.size(); ++i) {
-    const Member& member = spec.members[i];
+    const LeafMember& member = spec.members[i];
     const std::string who =
         "flow " + std::to_string(spec.id) + ", array " + std::to_string(i) + ": ";
     if (member.leaf >= spec.leaves.size()) {
@@ -145,7 +145,7 @@ Status check_members(const FlowSpec& spec) {
     }
   }
   std::vector<bool> packed(spec.leaves.size());
-  for (const Member& member : spec.members)
+  for (const LeafMember& member : spec.members)
     if (member.elements < spec.leaves[member.leaf].elements) packed[member.leaf] = true;
   for (size_t i = 0; i < spec.partitions.size(); ++i) {
     const Partition& partition = spec.partitions[i];

@@ -32,7 +32,7 @@ struct Leaf {
 
 /// One array of the caller's: a leaf of its own, or, beside other small ones, a piece of a leaf that
 /// is a pack.
-struct Member {
+struct LeafMember {
   uint32_t leaf;
   uint64_t begin;  ///< its first element within the leaf
   uint64_t elements;
@@ -54,15 +54,15 @@ struct FlowSpec {
   std::vector<Leaf> leaves;
   std::vector<Partition> partitions;  ///< in the order in which they are pushed
   /// Where the arrays of the caller are, by their index. Empty: they are the leaves.
-  std::vector<Member> members;
+  std::vector<LeafMember> members;
   /// How many gradients of one worker a server keeps until it is decided which of them form a mean
   /// (held.h). 0: each mean is over one gradient of every worker, and nothing is left to decide.
   uint32_t held = 0;
 
   size_t arrays() const { return members.empty() ? leaves.size() : members.size(); }
   /// Where array `index` is.
-  Member member(uint32_t index) const {
-    return members.empty() ? Member{index, 0, leaves[index].elements} : members[index];
+  LeafMember member(uint32_t index) const {
+    return members.empty() ? LeafMember{index, 0, leaves[index].elements} : members[index];
   }
 };
 

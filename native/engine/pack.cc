@@ -17,7 +17,7 @@ constexpr size_t kAlign = 64;
 
 Packing::Packing(const FlowSpec& spec)
     : spec_(spec), packed_(spec.leaves.size()), place_(spec.leaves.size()) {
-  for (const Member& member : spec.members)
+  for (const LeafMember& member : spec.members)
     if (member.elements < spec.leaves[member.leaf].elements) packed_[member.leaf] = true;
   for (size_t i = 0; i < spec.leaves.size(); ++i) {
     if (!packed_[i]) continue;
@@ -56,7 +56,7 @@ Result<std::vector<LeafBuffers>> Packing::pack(OperationKind kind,
   }
   std::vector<LeafBuffers> leaves(spec_.leaves.size());
   for (size_t i = 0; i < arrays.size(); ++i) {
-    const Member& member = spec_.members[i];
+    const LeafMember& member = spec_.members[i];
     LeafBuffers& leaf = leaves[member.leaf];
     if (!packed_[member.leaf]) {
       leaf = arrays[i];
@@ -80,7 +80,7 @@ Result<std::vector<LeafBuffers>> Packing::pack(OperationKind kind,
 
 void Packing::unpack(const std::byte* buffer, const std::vector<LeafBuffers>& arrays) const {
   for (size_t i = 0; i < arrays.size(); ++i) {
-    const Member& member = spec_.members[i];
+    const LeafMember& member = spec_.members[i];
     if (!packed_[member.leaf] || arrays[i].target == nullptr) continue;
     const size_t width = dtype_bytes(spec_.leaves[member.leaf].dtype);
     std::memcpy(arrays[i].target, buffer + place_[member.leaf] + member.begin * width,

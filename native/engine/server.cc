@@ -1899,7 +1899,7 @@ Result<LeafShard> Engine::shard(uint16_t id, uint32_t array, bool gradient) {
   if (gradient && flow->shows()) {
     return Status(Code::kInvalidArgument, text("flow ", id, " has no gradients"));
   }
-  const Member member = flow->spec.member(array);
+  const LeafMember member = flow->spec.member(array);
   const uint32_t leaf = member.leaf;
   LeafShard shard;
   shard.data = gradient ? flow->accumulator_of_leaf[leaf] : flow->result_of_leaf[leaf];

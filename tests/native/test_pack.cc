@@ -30,7 +30,7 @@ using Arrays = std::vector<std::vector<float>>;
 /// Each element of each array is another number.
 Arrays numbers(int worker, int64_t step) {
   Arrays arrays;
-  for (const Member& member : packed(FlowMode::kAverage).members) {
+  for (const LeafMember& member : packed(FlowMode::kAverage).members) {
     arrays.push_back(pattern(member.elements, worker + 3 * static_cast<int>(arrays.size()), step));
   }
   return arrays;
