@@ -96,7 +96,7 @@ def _held_elements(plan: "Plan", server: int) -> list[tuple[str, int]]:
 
 
 def copy_bytes(plan: "Plan") -> int:
-    """One copy of a model, leaf by leaf, as a worker keeps it between the wire and XLA's buffers; a pack is one leaf."""
+    """One copy of a model between the wire and XLA's buffers on a worker, each leaf or pack by itself."""
     from jaxrdma.plan import ITEM_BYTES
 
     leaves = plan.wire.leaves

@@ -727,9 +727,7 @@ class ServerUpdate:
                 begin += elements * item
         return views
 
-    def _gather(
-        self, layout: _Layout, dtypes: Sequence[Any], buffers: Sequence[Any]
-    ) -> list[Any]:
+    def _gather(self, layout: _Layout, dtypes: Sequence[Any], buffers: Sequence[Any]) -> list[Any]:
         """One array per pack: the view itself, or the pack's buffer with the views copied into it."""
         assert self._program is not None
         arrays: list[Any] = []

@@ -30,8 +30,8 @@ struct Leaf {
   uint64_t elements;
 };
 
-/// One array of the caller's: a leaf of its own, or, beside other small ones, a piece of a leaf that
-/// is a pack.
+/// One array of the caller's: a leaf of its own, or, beside other small ones, a piece of a leaf
+/// that is a pack.
 struct LeafMember {
   uint32_t leaf;
   uint64_t begin;  ///< its first element within the leaf
@@ -68,8 +68,8 @@ struct FlowSpec {
 
 /// Refuses a spec whose partitions leave their leaf, overlap, miss a piece, are empty, name no
 /// server below `servers`, or do not fit a landing slot of `slot_payload_bytes` in their widest
-/// gradient type; whose members do not fill their leaves one after the other; or with a pack in more
-/// than one partition.
+/// gradient type; whose members do not fill their leaves one after the other; or with a pack in
+/// more than one partition.
 Status check_flow(const FlowSpec& spec, uint32_t servers, size_t slot_payload_bytes);
 
 }  // namespace jaxrdma

@@ -49,8 +49,8 @@ Result<std::vector<LeafBuffers>> Packing::pack(OperationKind kind,
     const DType dtype = arrays[i].source_dtype;
     const DType summed = accumulator_dtype(spec_.leaves[leaf].dtype);
     if (accumulator_dtype(dtype) != summed) {
-      return flaw(i, std::string("is ") + dtype_name(spec_.leaves[leaf].dtype) +
-                         ", its gradient " + dtype_name(dtype) + ": cast the gradient");
+      return flaw(i, std::string("is ") + dtype_name(spec_.leaves[leaf].dtype) + ", its gradient " +
+                         dtype_name(dtype) + ": cast the gradient");
     }
     sent[leaf] = sent[leaf].value_or(dtype) == dtype ? dtype : summed;
   }

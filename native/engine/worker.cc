@@ -478,8 +478,8 @@ void Engine::start(Operation operation) {
   if (hurry || !finished_.empty()) fabric_->wake();
 }
 
-/// Makes an operation on arrays one on leaves. Takes the lock for moments only: the copies are made by
-/// who starts the operation, and by who is told that it is done.
+/// Makes an operation on arrays one on leaves. Takes the lock for moments only: the copies are made
+/// by who starts the operation, and by who is told that it is done.
 Status Engine::pack(Operation& operation) {
   std::unique_lock guard(progress_lock_);
   if (operation.flow >= flows_.size()) return {};  // which `begin` says

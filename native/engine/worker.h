@@ -94,7 +94,7 @@ struct Operation {
   uint16_t flow;
   int64_t step;
   std::vector<LeafBuffers> leaves;  ///< by array of the caller's
-  RowBuffers rows{};  ///< of an operation on a table, which has no leaves
+  RowBuffers rows{};                ///< of an operation on a table, which has no leaves
   /// Of a kFollow: after so long the servers are asked for the newest that they have, and it fails
   /// with kDeadline if that is not new enough; 0: at once; -1: never. The way of the parameters to
   /// here is not reckoned.

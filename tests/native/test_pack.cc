@@ -115,9 +115,8 @@ TEST_CASE("a server sees each array of a pack in its place, and what it writes t
   const Arrays start = numbers(5, 0);
   Arrays result = zeros();
   Status initialised;
-  std::thread chief([&] {
-    initialised = run(cluster.worker(0), OperationKind::kInit, 0, &start, &result);
-  });
+  std::thread chief(
+      [&] { initialised = run(cluster.worker(0), OperationKind::kInit, 0, &start, &result); });
   for (size_t s = 0; s < 2; ++s) {
     REQUIRE(cluster.server(s).wait_event(kTimeoutMs).kind == ServerEvent::Kind::kInitialised);
     REQUIRE(cluster.server(s).publish(0, 0).ok());

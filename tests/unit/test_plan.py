@@ -90,7 +90,9 @@ def test_a_server_finds_the_proposed_plan_by_its_digest(args):
 
 
 many_leaves = st.tuples(
-    st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(sorted(plan.ITEM_BYTES))), max_size=60),
+    st.lists(
+        st.tuples(st.integers(0, 3000), st.sampled_from(sorted(plan.ITEM_BYTES))), max_size=60
+    ),
     st.integers(1, 4),
     st.integers(128, 20000),
     st.booleans(),

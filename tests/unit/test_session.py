@@ -183,7 +183,7 @@ def test_memory_to_read_into_is_reckoned_once_and_refused_beyond_the_limit():
     opened.session._locked = Locked("worker 0", said.append, LockLimit(3 * 4096, None, False))
     opened.read()
     opened.read()
-    assert len(said) == 1 and "12 KiB for what is read of model 0" in said[0]
+    assert len(said) == 1 and "8 KiB for what is read of model 0" in said[0]
     opened = Opened()
     opened.session._locked = Locked("worker 0", said.append, LockLimit(4096, None, False))
     with pytest.raises(jaxrdma.TransportError, match="cannot lock the memory for what is read"):

@@ -385,9 +385,7 @@ def side_by_side(sizes: list[int], dtype: Any, gap: int) -> tuple[np.ndarray, ..
     """Views of one memory, one after the other; but before the one with the number `gap` something else lies."""
     memory = np.zeros(sum(sizes) + 3, dtype)
     begins = [sum(sizes[:i]) + 3 * (i >= gap) for i in range(len(sizes))]
-    return tuple(
-        memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)
-    )
+    return tuple(memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,7 +14,7 @@ import optax
 
 import jaxrdma
 
-LEAVES = 160
+LEAVES = 96
 RATE = 0.5  # exact in every type
 
 
@@ -46,7 +46,7 @@ def parameters() -> dict[str, Any]:
         values = rng.integers(-32, 32, size=shape) / 8.0
         leaves[f"leaf {i:03}"] = jnp.asarray(values, dtypes[i % 4])
     leaves["leaf 050 large"] = jnp.asarray(rng.integers(-32, 32, size=(70, 101)) / 8.0, jnp.float32)
-    leaves["leaf 090 empty"] = jnp.zeros((0, 3), jnp.float32)
+    leaves["leaf 080 empty"] = jnp.zeros((0, 3), jnp.float32)
     return leaves
 
 
