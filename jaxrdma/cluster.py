@@ -131,7 +131,9 @@ class ClusterSpec:
 
     - `coordinator`: "host:port" at which the coordinator listens.
     - `role`, `index`: who this process is; indices count from 0 within a role.
-    - `num_workers`, `num_servers`: the size of the job. A follower is told all of these when it comes.
+    - `num_workers`, `num_servers`: the size with which the job begins. A follower is told all of these when it comes.
+    - `most_workers`: how many places for workers the job has. Those beyond the first `num_workers` are spare: whoever
+      takes one has a part in the job from then on. `None`: as many as `num_workers`.
     - `secret`: shared by the processes of a job. May be empty on loopback only.
     - `tls_cert`, `tls_key`, `tls_ca`: PEM files: this process's certificate, its key, and the CA that all certificates
       of the job are of. With them the control plane speaks TLS, and both sides ask for the other's certificate. All
@@ -193,6 +195,7 @@ class ClusterSpec:
     checkpoint_keep: int = 3
     checkpoint_restore: str = "auto"
     replicate: int = 0
+    most_workers: int | None = None
     verbs: VerbsSettings = VerbsSettings()
 
     def __post_init__(self) -> None:
@@ -205,12 +208,12 @@ class ClusterSpec:
             )
         _at_least("num_workers", self.num_workers, 1)
         _at_least("num_servers", self.num_servers, 1)
-        count = self.num_workers if self.role == "worker" else self.num_servers
-        if self.role in ROLES and not 0 <= self.index < count:
+        if self.places < self.num_workers:
             raise ConfigError(
-                f"index {self.index} of a {self.role} in a job of {count} {self.role}s: "
-                f"expected 0 to {count - 1}. Set JAXRDMA_INDEX or JAXRDMA_NUM_{self.role.upper()}S."
+                f"most_workers is {self.most_workers}: expected at least num_workers, {self.num_workers}, with which "
+                "the job begins. Set JAXRDMA_MOST_WORKERS or JAXRDMA_NUM_WORKERS."
             )
+        self._check_index()
         if self.transport not in TRANSPORTS:
             raise ConfigError(
                 f"transport {self.transport!r} is not there: expected one of {', '.join(TRANSPORTS)}"
@@ -235,6 +238,29 @@ class ClusterSpec:
         tls_files(vars(self))
         self._check_checkpoint()
         self._check_replicate()
+
+    @property
+    def places(self) -> int:
+        """How many workers the job has when nobody is missing any more: their indices are below this."""
+        return self.num_workers if self.most_workers is None else self.most_workers
+
+    @property
+    def grows(self) -> bool:
+        """Whether workers may be added to the job while it runs."""
+        return self.places > self.num_workers
+
+    def _check_index(self) -> None:
+        if self.role not in ROLES:
+            return
+        count = self.places if self.role == "worker" else self.num_servers
+        many, setting = f"{count} {self.role}s", f"NUM_{self.role.upper()}S"
+        if self.role == "worker" and self.grows:
+            many, setting = f"at most {many}", "MOST_WORKERS"
+        if not 0 <= self.index < count:
+            raise ConfigError(
+                f"index {self.index} of a {self.role} in a job of {many}: "
+                f"expected 0 to {count - 1}. Set JAXRDMA_INDEX or JAXRDMA_{setting}."
+            )
 
     @property
     def tls(self) -> TlsFiles | None:
@@ -276,6 +302,12 @@ class ClusterSpec:
             raise ConfigError(
                 "replicate=1 needs at least 2 servers, for each server's part to be kept by another one; there is "
                 f"{self.num_servers}. Give --servers 2, or save often: --checkpoint-steps"
+            )
+        if self.grows:
+            raise ConfigError(
+                f"replicate=1 in a job to which workers may be added, up to {self.places}: what the servers hold is of "
+                "no common step then. Leave JAXRDMA_MOST_WORKERS out, or set JAXRDMA_REPLICATE=0 and save often: "
+                "--checkpoint-steps"
             )
         if self.role != "server":
             return  # only servers save
@@ -345,6 +377,7 @@ class ClusterSpec:
         return {
             "num_workers": self.num_workers,
             "num_servers": self.num_servers,
+            "most_workers": self.places,
             "partition_bytes": self.partition_bytes,
             "ordered": self.ordered,
             "replicate": self.replicate,
@@ -580,6 +613,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "index": (int, _WHOLE),
     "num_workers": (int, _WHOLE),
     "num_servers": (int, _WHOLE),
+    "most_workers": (int, _WHOLE),
     "secret": (str, "a text"),
     "tls_cert": (str, "a file"),
     "tls_key": (str, "a file"),

@@ -140,6 +140,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     A `role` may also be "launcher": one attends for each machine of a job on several; `index` and `offer` say nothing,
     and `attempt` is the one that it waits for, while it takes part in any later one.
+    Of a launcher, `spare`: all that it starts are workers in spare places, so that the job can do without it.
     Or "follower": takes parameters and gives nothing; `index`, `offer`, `settings` and `attempt` say nothing.
     Or "observer": is answered with one `JobStatus`, and that is all; nothing but `version` and `job` counts.
     Or "tracer": is answered with `Tracing`, and with a `Traced` of each process that it names, of the last `index`
@@ -156,6 +157,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     offer: Offer
     settings: dict[str, int | bool]
     attempt: int = 0
+    spare: bool = False
 
 
 IN_STEP = "in a step"  # the state of a worker that waits for servers
@@ -383,7 +385,10 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The hello was accepted, to this attempt of the job. `time_ns`: as of `Alive`."""
+    """The hello was accepted, to this attempt of the job. `time_ns`: as of `Alive`.
+
+    `num_workers`, `num_servers`: with so many it begins.
+    """
 
     num_workers: int
     num_servers: int
@@ -436,7 +441,7 @@ class ServerEntry(msgspec.Struct, frozen=True):
 
 
 class WorkerEntry(msgspec.Struct, frozen=True):
-    """A worker in the roster."""
+    """A worker in the roster: one that has a part in the job."""
 
     index: int
     host: str
@@ -477,7 +482,7 @@ class MirrorAt(msgspec.Struct, frozen=True, tag="mirror_at"):
 
 
 class AdmitWorker(msgspec.Struct, frozen=True, tag="admit_worker"):
-    """To a server: the place of a worker that was lost has this incarnation now, which will show `token`."""
+    """To a server: a place that was empty, or is one of a lost worker, has this incarnation now, which will show `token`."""
 
     index: int
     incarnation: int
@@ -532,7 +537,8 @@ class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
 class FlowStart(msgspec.Struct, frozen=True, tag="flow_start"):
     """Every server is ready for `flow`. `restored`: the step of the checkpoint that it goes on from; `text` says so.
 
-    `joined`: to a worker in the place of a lost one: from this step on it has a part in a flow that started before.
+    `joined`: to a worker in the place of a lost one, or a spare one: from this step on it has a part in a flow that
+    started before.
     """
 
     flow: int
@@ -640,6 +646,13 @@ class FlowRejected(msgspec.Struct, frozen=True, tag="flow_rejected"):
     text: str
 
 
+class MemberJoined(msgspec.Struct, frozen=True, tag="member_joined"):
+    """A worker has come to a job that has begun: to a spare place, or to that of one that was lost."""
+
+    role: str
+    index: int
+
+
 class MemberLeft(msgspec.Struct, frozen=True, tag="member_left"):
     """A worker ended in good order, after `step`."""
 
@@ -725,6 +738,7 @@ class JobStatus(msgspec.Struct, frozen=True, tag="status"):
     - `attempt`: from 0. `seconds`: since the coordinator's start.
     - `transport`, `why`: empty before everybody is there.
     - `followers`: how many.
+    - `spare`: the places for workers that may come, and are not there yet, by index.
     - `refused`: streams to the coordinator that had not the secret, or did not say who they are.
     """
 
@@ -739,6 +753,7 @@ class JobStatus(msgspec.Struct, frozen=True, tag="status"):
     models: list[ModelStatus]
     followers: int
     refused: int = 0
+    spare: list[int] = []
 
 
 class Tracing(msgspec.Struct, frozen=True, tag="tracing"):
@@ -797,6 +812,7 @@ CoordinatorMessage = (
     | RescueCommit
     | Rescuing
     | FlowRejected
+    | MemberJoined
     | MemberLeft
     | MemberLost
     | JobFailed
@@ -909,8 +925,8 @@ class ControlClient:
 
     - `spec`, `role`, `index`: the cluster, and who this is in it.
     - `incarnation`: a number that no other life of this process has.
-    - `on_message`: called on the reading thread with every `JobFailed`, `MemberLeft`, `MemberLost`, `SendTrace`,
-      `Shutdown` and flow message, in their order. It must be quick, and may call any method here but `reach`, `join`,
+    - `on_message`: called on the reading thread with every `JobFailed`, `MemberJoined`, `MemberLeft`, `MemberLost`,
+      `SendTrace`, `Shutdown` and flow message, in their order. It must be quick, and may call any method here but `reach`, `join`,
       `wait` and `leave`. The loss of the coordinator arrives as `JobFailed(kind="coordinator_lost")`.
     - `say`: prints one line of progress.
     - `offer`: how this process can move tensors; asked for once the coordinator can be reached, so that there is a
@@ -919,6 +935,7 @@ class ControlClient:
     - `details`: what it waits for, and where in its program it is; asked for when there is no progress.
     - `traffic`: bytes of gradients and parameters that it has sent and received, and how many connections to its data
       port it has turned away.
+    - `spare`: as of `Hello`.
     - `trouble`: which of its other connections do not work, for who reads that the coordinator is lost: it may be the
       same cable.
 
@@ -940,6 +957,7 @@ class ControlClient:
         traffic: Callable[[], tuple[int, int, int]] = _no_traffic,
         trouble: Callable[[], str] = str,
         offer: Callable[[], Offer] = _tcp_alone,
+        spare: bool = False,
     ) -> None:
         self._spec = spec
         self._offer = offer
@@ -960,6 +978,7 @@ class ControlClient:
             offer=_tcp_alone(),
             settings=spec.shared_settings(),
             attempt=spec.attempt,
+            spare=spare,
         )
         self._identity = None if spec.tls is None else Identity(spec.tls, self._who())
         # Guards everything below; notified whenever something arrived or the stream ended.
@@ -967,6 +986,7 @@ class ControlClient:
         self._stream: _Stream | None = None
         self._welcome: Welcome | None = None
         self._roster: Roster | None = None
+        self._active: set[int] = set()
         self._refusal: Refused | None = None
         self._failure: JobFailed | FlowRejected | None = None
         self._inbox: list[Message] = []
@@ -998,6 +1018,12 @@ class ControlClient:
         """Why the job cannot go on, or None."""
         with self._condition:
             return None if self._failure is None else job_error(self._failure)
+
+    @property
+    def active_workers(self) -> tuple[int, ...]:
+        """The indices of the workers that have a part in the job, as far as this process was told; once it has joined."""
+        with self._condition:
+            return tuple(sorted(self._active))
 
     @property
     def attempt(self) -> int:
@@ -1225,6 +1251,7 @@ class ControlClient:
                     self._refusal = message
                 case Roster():
                     self._roster = message
+                    self._active = {worker.index for worker in message.workers}
                 case JobFailed() | FlowRejected():
                     if self._failure is not None:
                         return
@@ -1244,10 +1271,20 @@ class ControlClient:
                     | AdmitFollower()
                     | DismissFollower()
                     | SendTrace()
+                    | MemberJoined()
                 ):
                     pass  # nobody waits for these, and a long job has many
                 case _:
                     self._inbox.append(message)
+            match message:
+                case MemberJoined(role="worker", index=index):
+                    self._active.add(index)
+                case MemberLeft(role="worker", index=index) | MemberLost(
+                    role="worker", index=index
+                ):
+                    self._active.discard(index)
+                case _:
+                    pass
             self._condition.notify_all()
         match message:
             case Waiting():

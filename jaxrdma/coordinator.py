@@ -75,6 +75,7 @@ from jaxrdma.control import (
     Left,
     LostWorker,
     Mean,
+    MemberJoined,
     MemberLeft,
     MemberLost,
     MirrorAt,
@@ -147,6 +148,7 @@ class _Member:
     step: int = -1
     state: str = ""
     since: float = 0.0  # it told something else
+    next_text: float = 0.0  # not before is it told again for whom it waits
     wait: Wait | None = None
     doing: str = ""
     pace: Pace = field(default_factory=Pace)
@@ -161,11 +163,14 @@ class _Member:
     confessed: bool = False  # sent Failed: its end is no news
     number: int = -1  # of a follower
     tokens: dict[int, bytes] = field(default_factory=dict[int, bytes])  # of a follower, by server
-    # Of a follower, or who returned: servers that do not expect it yet.
+    # Of a follower, or who came after the start: servers that do not expect it yet.
     awaits: set[int] = field(default_factory=set[int])
     ready: bool = False  # of a follower: every server expects it
     returned: bool = False  # to the place of one that was lost
-    resumed: set[int] = field(default_factory=set[int])  # models that it has called init for since
+    spare: bool = False  # a worker beyond those that the job needs to begin
+    # Of who came after the start: models that it has called init for, and those that have not begun yet.
+    resumed: set[int] = field(default_factory=set[int])
+    early: dict[int, FlowProposal] = field(default_factory=dict[int, FlowProposal])
 
     @property
     def launches(self) -> bool:
@@ -242,9 +247,12 @@ class Membership:
     its own. It begins as any process does, by a hello; is let in by every server; and has a part in each model, at a
     step's end, from when it has proposed the same one.
 
+    The places of workers beyond the first `num_workers` are spare: nobody waits for who might take one, and whoever
+    does comes in the same way. So does, in a job with spare places, who takes the place of one that left.
+
     **Arguments:**
 
-    - `num_workers`, `num_servers`, `job`, `attempt`, `secret`: as in `ClusterSpec`.
+    - `num_workers`, `num_servers`, `most_workers`, `job`, `attempt`, `secret`: as in `ClusterSpec`.
     - `now`: the time of the start, in seconds, as all other times.
     - `connect_timeout`: from the first arrival (or the start) until everybody must be there; and from the loss of a
       worker that the others wait for until somebody must have taken its place.
@@ -259,6 +267,7 @@ class Membership:
         num_workers: int,
         num_servers: int,
         *,
+        most_workers: int | None = None,
         job: str = "jaxrdma",
         attempt: int = 0,
         secret: str = "",
@@ -270,6 +279,10 @@ class Membership:
         token: Callable[[], bytes] = lambda: secrets.token_bytes(TOKEN_BYTES),
     ) -> None:
         self._expected = {"worker": num_workers, "server": num_servers}
+        most = num_workers if most_workers is None else max(num_workers, most_workers)
+        self._most = {"worker": most, "server": num_servers}
+        # Workers in spare places that have had a part in a model: what its policy says of a loss is said of them.
+        self._bound: set[int] = set()
         self._job = job
         self._attempt = attempt
         self._secret = secret
@@ -308,9 +321,13 @@ class Membership:
         self.notes: list[str] = []  # lines for people; whoever prints them takes them out
 
     @property
-    def size(self) -> int:
-        """How many workers and servers make the job complete."""
-        return sum(self._expected.values())
+    def most(self) -> int:
+        """How many workers and servers there may be at a time."""
+        return sum(self._most.values())
+
+    @property
+    def _grows(self) -> bool:
+        return self._most["worker"] > self._expected["worker"]
 
     @property
     def saving(self) -> bool:
@@ -512,7 +529,8 @@ class Membership:
             if refused.kind not in ("job", "early"):
                 self._refusal = (now, refused.text)
             return [(member_id, refused)]
-        member = _Member(member_id, hello, now, since=now)
+        spare = hello.role == "worker" and hello.index >= self._expected["worker"]
+        member = _Member(member_id, hello, now, since=now, spare=spare)
         if not member.follows and all(m.follows for m in self._members.values()):
             self._since = now
             self._next_text = now + control.PROGRESS_SECONDS
@@ -526,9 +544,11 @@ class Membership:
             return out + self._dismiss()
         before = self._places.get((hello.role, hello.index))
         self._places[hello.role, hello.index] = member
-        if before is not None:
+        if spare and not self._started:
+            return out  # it is let in when the job has begun
+        if before is not None or spare:
             return out + self._take_place(member, before)
-        if not self._missing():
+        if not self._tokens and not self._missing():
             names = {m.name: m.hello.offer for role in ROLES for m in self._of(role)}
             transport, why = decide_transport(names)
             if not transport:
@@ -538,6 +558,7 @@ class Membership:
                 (w.hello.index, s.hello.index): self._token()
                 for w in self._of("worker")
                 for s in self._of("server")
+                if not w.spare
             }
             servers = self._of("server")
             if servers[0].hello.settings.get("replicate"):
@@ -554,7 +575,10 @@ class Membership:
             return []
         self._started = True
         out: Outgoing = self._introduce_mirrors()
-        out += [(m.id, self._roster(m)) for m in self._live() if m.hello.role == "worker"]
+        workers = [m for m in self._of("worker") if not m.gone]
+        out += [(m.id, self._roster(m)) for m in workers if not m.spare]
+        for m in workers:
+            out += self._take_place(m, None) if m.spare else []
         for follower in self._followers():
             out += self._announce_follower(follower)
         return out
@@ -598,23 +622,33 @@ class Membership:
             )
         if hello.role not in ROLES and not launches and not follows:
             return Refused("role", f"{who}: expected a role of {' or '.join(ROLES)}")
-        for name, role in (("num_workers", "worker"), ("num_servers", "server")):
-            theirs, ours = hello.settings.get(name), self._expected[role]
+        for name, sizes, role in (
+            ("num_workers", self._expected, "worker"),
+            ("num_servers", self._expected, "server"),
+            ("most_workers", self._most, "worker"),
+        ):
+            theirs, ours = hello.settings.get(name), sizes[role]
             if theirs is not None and theirs != ours:
+                most = " at most" if name == "most_workers" else ""
                 return Refused(
                     "settings",
-                    f"{who} expects {theirs} {role}s, the coordinator {ours}. "
+                    f"{who} expects {theirs} {role}s{most}, the coordinator {ours}. "
                     f"Set JAXRDMA_{name.upper()} alike on every process.",
                 )
-        count = self._expected.get(hello.role, hello.index + 1)
+        count = self._most.get(hello.role, hello.index + 1)
         if not 0 <= hello.index < count:
+            most = " at most" if hello.role == "worker" and self._grows else ""
             return Refused(
                 "index",
-                f"{who}: there are {count} {hello.role}s, so the index must be 0 to {count - 1}.",
+                f"{who}: there are {count} {hello.role}s{most}, so the index must be 0 to {count - 1}.",
             )
         first = self._places.get((hello.role, hello.index))
         if first is not None and (refused := self._refuse_place(first, hello, who)) is not None:
             return refused
+        if hello.role == "worker" and self._transport[0]:  # it comes to a job that is complete
+            refused = self._refuse_newcomer(hello, who)
+            if refused is not None:
+                return refused
         for member in self._members.values():
             if follows or member.follows:
                 continue  # it is told them
@@ -662,17 +696,22 @@ class Membership:
         return None
 
     def _refuse_place(self, first: _Member, hello: Hello, who: str) -> Refused | None:
-        """The place of `first` may be taken if that was lost, and the job has borne it."""
-        if first.lost is None:
+        """The place of `first` may be taken if that was lost, and the job has borne it; or left a job that grows."""
+        free = first.lost is not None or (self._grows and first.left and first.gone)
+        if not free:
             return Refused("duplicate", self._duplicate(first, who))
-        if self._saving_since is not None:
-            return Refused("ended", f"{who} comes too late: all other workers have left.")
         if any(m.hello.incarnation == hello.incarnation for m in self._lives(first)):
             return Refused(
                 "duplicate",
                 f"{who} gives the incarnation of a process that was here before and was lost. "
                 "Every process needs one of its own; is this a copy of one?",
             )
+        return None
+
+    def _refuse_newcomer(self, hello: Hello, who: str) -> Refused | None:
+        """A worker that comes to a job that has begun has to do with what was agreed."""
+        if self._saving_since is not None:
+            return Refused("ended", f"{who} comes too late: all other workers have left.")
         transport, _ = self._transport
         if hello.offer.wanted not in ("auto", transport):
             return Refused(
@@ -716,6 +755,7 @@ class Membership:
             [
                 WorkerEntry(w.hello.index, w.hello.host, w.hello.pid, w.hello.incarnation)
                 for w in self._of("worker")
+                if (w.hello.index, 0) in self._tokens and not (w.left or w.gone or w.awaits)
             ],
             *self._transport,
             keeps=self._keeps(member),
@@ -741,11 +781,12 @@ class Membership:
 
     # --- returning ---
 
-    def _take_place(self, member: _Member, before: _Member) -> Outgoing:
+    def _take_place(self, member: _Member, before: _Member | None) -> Outgoing:
         """Every server is told whom to expect, before the worker is told where to knock."""
-        member.returned = True
+        member.returned = before is not None
         index, incarnation = member.hello.index, member.hello.incarnation
-        self.notes.append(f"{member.name} ({member.place}) comes in the place of {before.place}")
+        place = "a spare place" if before is None else f"the place of {before.place}"
+        self.notes.append(f"{member.name} ({member.place}) comes in {place}")
         servers = self._of("server")
         member.awaits = {s.hello.index for s in servers}
         out: Outgoing = []
@@ -768,12 +809,16 @@ class Membership:
             told = JobFailed("transport", f"{member.name}: {text}", "worker", message.index)
             return [(member.id, told), *self._turn_away(member, "transport", text, now)]
         member.awaits.discard(server.hello.index)
-        return [] if member.awaits else [(member.id, self._roster(member))]
+        if member.awaits:
+            return []
+        others = (m for m in self._of("worker") if not m.gone)
+        told = self._to(others, MemberJoined("worker", message.index), but=member)
+        return [*told, (member.id, self._roster(member))]
 
     def _resume(self, member: _Member, flow: _Flow, proposal: FlowProposal, now: float) -> Outgoing:
-        """Who returned has called init for a model that started without it."""
+        """Who came after the start has called init for a model that started without it."""
         number, index = proposal.flow, member.hello.index
-        difference = _difference(proposal, flow.proposals[index], member.name, "the job")
+        difference = _difference(proposal, flow.proposals[0], member.name, "the job")
         if difference is not None:
             rejected = FlowRejected(number, f"model {number} is not that of the job: {difference}")
             out = self._turn_away(member, "mismatch", f"model {number}: {difference}", now)
@@ -786,13 +831,17 @@ class Membership:
         return self._decided(number, flow, decisions, now)
 
     def _begins(self, number: int, member: _Member, step: int) -> Outgoing:
-        self.notes.append(f"{member.name} is back in model {number} from step {step} on")
+        if member.spare:
+            self._bound.add(member.hello.index)
+        comes = "is back" if member.returned else "takes part"
+        self.notes.append(f"{member.name} {comes} in model {number} from step {step} on")
         return [(member.id, FlowStart(number, joined=step))]
 
     def _turn_away(self, member: _Member, kind: str, why: str, now: float) -> Outgoing:
-        """Who returned cannot be let in, and is told so. For the others the place is empty as before."""
+        """Who came cannot be let in, and is told so. For the others the place is empty as before."""
         member.confessed = True
-        text = f"{member.name} ({member.place}) came back and was turned away: {why}"
+        came = "came back" if member.returned else "came"
+        text = f"{member.name} ({member.place}) {came} and was turned away: {why}"
         return self._lose(member, kind, text, now)
 
     def _lives(self, member: _Member) -> list[_Member]:
@@ -830,9 +879,10 @@ class Membership:
         assert member.lost is not None
         seconds = now - member.lost_at
         workers, servers = self._expected["worker"], self._expected["server"]
+        most = f"JAXRDMA_MOST_WORKERS={self._most['worker']} " if self._grows else ""
         command = (
             f"JAXRDMA_COORDINATOR={self.address or 'HOST:PORT'} JAXRDMA_INDEX={member.hello.index} "
-            f"JAXRDMA_NUM_WORKERS={workers} JAXRDMA_NUM_SERVERS={servers} python SCRIPT"
+            f"JAXRDMA_NUM_WORKERS={workers} {most}JAXRDMA_NUM_SERVERS={servers} python SCRIPT"
         )
         if self._secret:
             command += ", with the job's JAXRDMA_SECRET and JAXRDMA_JOB"
@@ -934,9 +984,12 @@ class Membership:
                 member, "proposed a model, which only a worker of a complete job does", now
             )
         number = proposal.flow
-        if (flaw := _flaw(proposal, self._expected["worker"])) is not None:
+        flaw = _flaw(proposal, self._most["worker"], grows=self._grows)
+        if flaw is not None:
             return self._broken(member, f"proposed a model {number} that cannot be: {flaw}", now)
         flow = self._flows.get(number)
+        if member.spare:
+            return self._spare_proposal(member, flow, proposal, now)
         if flow is None:
             savepoints = Savepoints(number, self._expected["server"])
             flow = _Flow(now, now + control.PROGRESS_SECONDS, savepoints)
@@ -951,7 +1004,7 @@ class Membership:
                 return self._reject(number, difference, member, now)
         flow.proposals[index] = proposal
         deserter = next(
-            (m for m in self._of("worker") if m.left and m.hello.index not in flow.proposals), None
+            (m for m in self._needed() if m.left and m.hello.index not in flow.proposals), None
         )
         if deserter is not None:
             return self._fail("left", _deserted(deserter, number, member.name), deserter, now)
@@ -968,6 +1021,8 @@ class Membership:
         flow.since, flow.next_text = now, now + control.PROGRESS_SECONDS
         out: Outgoing = []
         for m in self._crew():
+            if m.spare:
+                continue  # it is told when it has a part
             program = mirrored = None
             if programs and m.hello.role == "server":
                 program = programs[m.hello.index]
@@ -982,6 +1037,19 @@ class Membership:
             w: msgspec.structs.replace(p, programs=[]) for w, p in flow.proposals.items()
         }
         return out
+
+    def _spare_proposal(
+        self, member: _Member, flow: _Flow | None, proposal: FlowProposal, now: float
+    ) -> Outgoing:
+        """Who came to a spare place has called init: for a model that has begun, or is to begin without it."""
+        number = proposal.flow
+        if number in member.resumed or number in member.early:
+            return self._broken(member, f"proposed model {number} twice", now)
+        if flow is None or flow.start is None:
+            # Programs can be large, and those of others are not asked for.
+            member.early[number] = msgspec.structs.replace(proposal, programs=[])
+            return []
+        return self._resume(member, flow, proposal, now)
 
     def _answer(self, member: _Member, answer: Answer, now: float) -> Outgoing:
         """A server is ready for a model, or tells of its checkpoints."""
@@ -1008,9 +1076,13 @@ class Membership:
         ]
         if orders.start is not None:
             flow.start = orders.start
-            out += self._to((m for m in self._live() if m.ready or not m.follows), orders.start)
-            step = orders.start.restored or 0
-            out += self._begin_to_aggregate(orders.start.flow, flow, step, now)
+            number, step = orders.start.flow, orders.start.restored or 0
+            told = (m for m in self._live() if (m.ready or not m.follows) and not m.spare)
+            out += self._to(told, orders.start)
+            out += self._begin_to_aggregate(number, flow, step, now)
+            for m in self._of("worker"):
+                if number in m.early and not m.gone and self._failure is None:
+                    out += self._resume(m, flow, m.early.pop(number), now)
         return out
 
     def _begin_to_aggregate(self, number: int, flow: _Flow, step: int, now: float) -> Outgoing:
@@ -1018,7 +1090,7 @@ class Membership:
         policy = from_wire(proposal.policy)
         if policy.held == 0 or not flow.holders or proposal.mode in ("ema", "table"):
             return []
-        workers = self._of("worker")
+        workers = self._needed()
         replicas = {worker.hello.index: worker.hello.incarnation for worker in workers}
         flow.aggregation = Aggregation(
             policy, servers=len(flow.holders), replicas=replicas, step=step
@@ -1098,6 +1170,8 @@ class Membership:
             return []
         member.left = True
         member.step = max(member.step, step)
+        if not self._started and member.spare:
+            return self._forget_place(member, f"{member.name} ({member.place}) left", "left")
         if not self._started:
             text = f"{member.name} ({member.place}) gave up before everybody was there"
             return self._fail("left", text, member, now)
@@ -1105,7 +1179,8 @@ class Membership:
             self._essential(), MemberLeft("worker", member.hello.index, step), but=member
         )
         for number, flow in self._flows.items():
-            if not flow.agreed and member.hello.index not in flow.proposals:
+            needed = not member.spare and not flow.agreed
+            if needed and member.hello.index not in flow.proposals:
                 waiting = f"worker {min(flow.proposals)}"
                 return out + self._fail("left", _deserted(member, number, waiting), member, now)
             if flow.aggregation is not None:
@@ -1128,6 +1203,12 @@ class Membership:
         """Nothing is to be expected of `member` any more: the job bears that, if it can."""
         if self._failure is not None:
             return []  # it heard of that
+        if member.launches and member.hello.spare:  # the job can do without its workers
+            member.gone = True
+            self.notes.append(f"{text}; the job goes on without what it started")
+            return []
+        if member.spare and not self._started:
+            return self._forget_place(member, text, kind)
         flows = self._flows.values()
         bears = (
             member.hello.role == "worker"
@@ -1135,9 +1216,11 @@ class Membership:
             and bool(flows)
             and all(flow.start is not None and flow.on_loss != "fail" for flow in flows)
         )
-        if not bears:
+        if not bears and not member.spare:
             return self._fail(kind, text, member, now)
         waits = any(flow.on_loss == "wait" for flow in flows)
+        if member.spare and member.hello.index not in self._bound:
+            waits = False  # nobody had it in a mean
         out: Outgoing = []
         index = member.hello.index
         if not member.gone and not member.confessed:  # it may be stopped, and wake
@@ -1155,6 +1238,15 @@ class Membership:
                 decisions = flow.aggregation.lost(index, member.hello.incarnation, text)
                 out += self._decided(number, flow, decisions, now, kind)
         return out + self._end_if_all_left(now)
+
+    def _forget_place(self, member: _Member, text: str, kind: str) -> Outgoing:
+        """Who came early to a spare place has gone before the job began: another one may take it."""
+        member.left = member.gone = True
+        index = member.hello.index
+        del self._places["worker", index]
+        self.notes.append(f"{text}; its place is spare again")
+        launchers = [m for m in self._live() if m.launches]
+        return self._to(launchers, MemberLost("worker", index, kind, text, waits=False))
 
     def _shut_down_if_saved(self, now: float) -> Outgoing:
         """The servers may end when all workers have left, and the last step of each model is saved."""
@@ -1203,6 +1295,9 @@ class Membership:
             elif self._refusal is not None:
                 at, why = self._refusal
                 text += f" (refused {now - at:.0f} s ago: {why})"
+        if ended.role == "worker" and ended.index >= self._expected["worker"]:
+            self.notes.append(f"{text}; the job does not need it")
+            return []
         self._failure = JobFailed("left" if ended.well else "died", text, ended.role, ended.index)
         self._failed_at = now
         return self._to(self._live(), self._failure)
@@ -1221,7 +1316,8 @@ class Membership:
             verb = "reports"
         text = f"{member.name} ({member.place}) {verb}: {message.text}"
         failure = JobFailed(message.kind, text, member.hello.role, member.hello.index)
-        if message.kind != "connection":
+        # What came to a spare place may stand on the wrong side of a firewall: that is nobody else's affair.
+        if message.kind != "connection" or member.spare:
             return self._lose(member, message.kind, text, now)
         if self._suspect is None:
             self._suspect = (now + ROOT_CAUSE_SECONDS, failure, member)
@@ -1492,7 +1588,13 @@ class Membership:
             models=models,
             followers=len(self._followers()),
             refused=self._refused,
+            spare=self._spare_places(),
         )
+
+    def _spare_places(self) -> list[int]:
+        """Places beyond those that the job needs, that nobody has now and nobody is waited for."""
+        taken = {m.hello.index for m in self._of("worker") if not (m.gone and m.left)}
+        return [i for i in range(self._expected["worker"], self._most["worker"]) if i not in taken]
 
     def _process_status(self, member: _Member, now: float) -> ProcessStatus:
         accepted = dropped = -1
@@ -1529,6 +1631,10 @@ class Membership:
             if flow.start is None and now >= flow.next_text:
                 flow.next_text = now + control.progress_pause(now - flow.since)
                 out += self._to(self._live(), Waiting(self._flow_text(number, flow, now)))
+        for m in self._of("worker"):
+            if m.early and not m.gone and now >= m.next_text:
+                m.next_text = now + control.progress_pause(now - m.since)
+                out.append((m.id, Waiting(self._early_text(m))))
         if now >= self._next_reminder and (text := self._absence_text(now)):
             self._next_reminder = now + _REMIND_SECONDS
             self.notes.append(text)
@@ -1548,7 +1654,8 @@ class Membership:
     def _barrier_text(self, now: float) -> str:
         def have(role: str) -> str:
             count = self._expected[role]
-            return f"{len(self._of(role))} of {count} {role}{'s' if count > 1 else ''}"
+            there = sum(not m.spare for m in self._of(role))
+            return f"{there} of {count} {role}{'s' if count > 1 else ''}"
 
         text = (
             f"have {have('worker')} and {have('server')}, waiting for {_list(self._missing())}"
@@ -1569,7 +1676,7 @@ class Membership:
             )
         late = [
             f"{m.name} ({m.state or 'no news'}{m.joins}, {m.last})"
-            for m in self._of("worker")
+            for m in self._needed()
             if m.hello.index not in flow.proposals
         ]
         have = f"{len(flow.proposals)} of {self._expected['worker']}"
@@ -1577,12 +1684,28 @@ class Membership:
             f"model {number}: {have} workers have called init, waiting for {_list(late)}, {seconds}"
         )
 
+    def _early_text(self, member: _Member) -> str:
+        """For whom a worker in a spare place waits, which has called init for a model that has not begun."""
+        number = min(member.early)
+        flow = self._flows.get(number)
+        if flow is not None and flow.agreed:
+            waits = flow.savepoints.waits_for()
+            late = [m.name for m in self._of("server") if m.hello.index in waits]
+            return f"model {number}: waiting for {_list(late)} to {flow.savepoints.doing()}"
+        have = flow.proposals if flow is not None else {}
+        late = [m.name for m in self._needed() if m.hello.index not in have]
+        return f"model {number} has not begun: waiting for {_list(late)} to call init for it"
+
     # --- members ---
 
     def _of(self, role: str) -> list[_Member]:
         """Those in the places of that role, by index: who is gone too, until another takes its place."""
         members = (m for (kind, _), m in self._places.items() if kind == role)
         return sorted(members, key=lambda m: m.hello.index)
+
+    def _needed(self) -> list[_Member]:
+        """Workers in the places that the job needed to begin."""
+        return [m for m in self._of("worker") if not m.spare]
 
     def _live(self) -> list[_Member]:
         return [m for m in self._members.values() if not m.gone]
@@ -1615,12 +1738,14 @@ class Membership:
         return [(m.id, message) for m in members if m is not but]
 
 
-def _flaw(proposal: FlowProposal, workers: int) -> str | None:
+def _flaw(proposal: FlowProposal, workers: int, *, grows: bool) -> str | None:
     """Why no worker of ours proposes this, or None: all that follows relies on a policy and sizes that can be."""
     try:
         policy = from_wire(proposal.policy)
         if policy.complete(workers) != policy:
             return f"its policy is not complete: {proposal.policy}"
+        if grows and (policy.on_loss == "fail" or proposal.mode in ("average", "table")):
+            return f"to a job with mode {proposal.mode!r} and {policy.describe()} no worker can be added"
     except ConfigError as error:
         return str(error)
     if proposal.mode not in ("update", "average", "ema", "table"):
@@ -1742,8 +1867,8 @@ class Coordinator:
         """
         host, port = parse_address(self._listen, "listen address")
         # gRPC's Python package has no type information.
-        expected = self._membership.size
-        self._server = cast(Any, grpc.aio).server(options=_server_options(expected))
+        options = _server_options(self._membership.most)
+        self._server = cast(Any, grpc.aio).server(options=options)
         handler: Any = cast(Any, grpc).stream_stream_rpc_method_handler(self._attend)
         service, method = control.METHOD.strip("/").split("/")
         self._server.add_generic_rpc_handlers(
@@ -1946,6 +2071,7 @@ def run_coordinator(
     num_workers: int,
     num_servers: int,
     *,
+    most_workers: int | None = None,
     secret: str = "",
     job: str = "jaxrdma",
     attempt: int = 0,
@@ -1967,6 +2093,7 @@ def run_coordinator(
     **Arguments:**
 
     - `listen`: "host:port"; port 0 takes a free one. Beyond loopback only with a secret.
+    - `most_workers`: as in `ClusterSpec`.
     - `report`: called with the address once the port is open.
     - `on_failure`, `on_saving`, `on_lost`, `on_rescue`: as of `Coordinator`.
     - `metrics`: host and port at which Prometheus is told the job's numbers. `None`: nowhere.
@@ -1983,6 +2110,7 @@ def run_coordinator(
         membership = Membership(
             num_workers,
             num_servers,
+            most_workers=most_workers,
             job=job,
             attempt=attempt,
             secret=secret,

@@ -31,9 +31,12 @@ from jaxrdma.signals import do_nothing, ending_signals
 
 
 class _Delegate:
-    """Facts go to the launcher through `reports`, and come from it through `ends`, as lines of JSON."""
+    """Facts go to the launcher through `reports`, and come from it through `ends`, as lines of JSON.
 
-    def __init__(self, spec: ClusterSpec, reports: int, ends: int) -> None:
+    `spare`: as of `Hello`.
+    """
+
+    def __init__(self, spec: ClusterSpec, reports: int, ends: int, *, spare: bool) -> None:
         self._reports = reports
         self._ends = ends
         self._wake, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -50,6 +53,7 @@ class _Delegate:
             secrets.randbits(63),
             on_message=self._on_message,
             say=self._say,
+            spare=spare,
         )
 
     def run(self) -> int:
@@ -159,11 +163,12 @@ def lost_fact(lost: MemberLost) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Serve the launcher that started this process. Arguments: the two file descriptors."""
-    reports, ends = map(int, sys.argv[1:])
+    """Serve the launcher that started this process. Arguments: the two file descriptors, and perhaps "spare"."""
+    reports, ends = map(int, sys.argv[1:3])
     for descriptor in (reports, ends):
         os.set_inheritable(descriptor, False)
-    return _Delegate(ClusterSpec.from_environment(), reports, ends).run()
+    spare = "spare" in sys.argv[3:]
+    return _Delegate(ClusterSpec.from_environment(), reports, ends, spare=spare).run()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,10 @@ class Share:
     servers: tuple[int, ...]
     workers: tuple[int, ...]
 
+    def is_spare(self, needed: int) -> bool:
+        """Whether it is of workers alone that a job which begins with so many can do without."""
+        return not self.coordinator and not self.servers and all(i >= needed for i in self.workers)
+
     def __str__(self) -> str:
         """As `parse_share` reads it."""
         parts = ["coordinator"] if self.coordinator else []

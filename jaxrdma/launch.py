@@ -387,7 +387,7 @@ class _Attempt:
         self._share = plan.share or Share(True, (*range(plan.servers),), (*range(plan.workers),))
         self._ends: int | None = None  # where the delegate hears who ended
         self._coordinator = self._spec.coordinator  # its address; "" before it has told it
-        longest = max(plan.servers, plan.workers) - 1
+        longest = max(plan.servers, self._spec.places) - 1
         self._width = max(len("coordinator"), len(f"worker {longest}"))
 
     @property
@@ -444,6 +444,8 @@ class _Attempt:
         ends, self._ends = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._ends, False)
         command = [sys.executable, "-P", "-m", "jaxrdma.delegate", str(writing), str(ends)]
+        if self._share.is_spare(self._plan.workers):
+            command.append("spare")
         try:
             self._start(
                 "launcher", command, worker_environment(os.environ, self._spec), (writing, ends)

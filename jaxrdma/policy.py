@@ -31,7 +31,8 @@ class Policy(ABC):
         - "shrink": the others go on without it.
         - "wait": its place is kept for its next incarnation. A step that cannot do without it waits.
 
-    With "shrink" and "wait", a process that is started in the place of a lost one may join the job.
+    With "shrink" and "wait", a process that is started in the place of a lost one may join the job; and workers may be
+    added to one that has spare places (`JAXRDMA_MOST_WORKERS`). All places count as workers in what follows.
 
     A replica whose data ran out, and which says so, is no loss: whatever `on_loss` is, the others go on without it.
     Nor can a replica be spared before training has begun: until every worker has called `init`, a loss ends the job.
@@ -248,6 +249,19 @@ class BoundedStaleness(Policy):
     @property
     def held(self) -> int:
         return self.k + 1
+
+
+def check_growth(policy: Policy, what: str) -> None:
+    """Refuse a complete policy by which no worker can be added while the job runs. `what`: the model, for people.
+
+    **Raises:** `ConfigError`.
+    """
+    if policy.on_loss == "fail":
+        raise ConfigError(
+            f"{what} with {policy.describe()} in a job to which workers may be added (JAXRDMA_MOST_WORKERS): where the "
+            "loss of one ends the job, all must be there from the start. Give a policy with on_loss='shrink' or 'wait', "
+            "or leave JAXRDMA_MOST_WORKERS out"
+        )
 
 
 def to_wire(policy: Policy) -> Wire:

@@ -245,14 +245,14 @@ class _Server:
             spec,
             roster.transport,
             transport.place(spec, self._listen),
-            f"{spec.num_workers} workers to land in",
+            f"{spec.places} workers to land in",
         )
         if roster.keeps is not None:
             self._replicate(roster.keeps, options)
         made = self._native.ServerEngine.create(
             server=spec.index,
             servers=spec.num_servers,
-            workers=spec.num_workers,
+            workers=spec.places,
             job=spec.job,
             listen=self._listen,
             partition_bytes=spec.partition_bytes,
@@ -494,7 +494,7 @@ class _Server:
             self._parts[flow] = Part(update, lambda: self.views(flow, "parameters"))
         held = 0 if agreed.mode == "ema" else from_wire(agreed.policy).held
         if self._locked is not None:
-            workers = self._spec.num_workers
+            workers = self._spec.places
             need = shard_bytes(plan, self._spec.index, agreed.mode, workers, held=held > 0)
             self._locked.add(f"its part of model {agreed.flow}", need)
             if agreed.mode != "average" and self._followers:
@@ -715,7 +715,7 @@ class _Server:
 
     def _summary(self) -> None:
         stats = self._engine.stats()
-        accepted = ", ".join(f"worker {i}: {count}" for i, count in enumerate(stats.accepted))
+        accepted = ", ".join(f"worker {i}: {stats.accepted[i]}" for i in sorted(self._incarnations))
         dropped = [
             f"worker {i}: {count}" for i, count in enumerate(stats.gradients_dropped) if count
         ]

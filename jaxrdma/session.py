@@ -47,7 +47,7 @@ from jaxrdma.memory import Locked, copy_bytes
 from jaxrdma.monitoring import Monitor
 from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, assign_partitions, average_plan, describe_leaves
-from jaxrdma.policy import Policy, SyncReplicas, to_wire
+from jaxrdma.policy import Policy, SyncReplicas, check_growth, to_wire
 from jaxrdma.signals import (
     OrderlyEnd,
     SignalWatch,
@@ -114,7 +114,8 @@ def connect(
 
     - `coordinator`: "host:port".
     - `index`: which worker this is. Worker 0 is the chief: its parameters start the job.
-    - `num_workers`, `num_servers`: the size of the job, equal everywhere.
+    - `num_workers`, `num_servers`: the size with which the job begins, equal everywhere. A process in a spare place
+      (`most_workers`, an `index` from `num_workers` on) comes when it likes.
     - `transport`: "tcp", "verbs", or "auto": verbs if every process of the job can, else tcp.
     - `connect_timeout`: seconds to wait for the others.
     - `settings`: any other field of `ClusterSpec`.
@@ -157,7 +158,7 @@ class Session:
 
     `init` starts a model, `ps_step` trains it, `read` looks at it in between; each model has states of its own.
 
-    **Attributes:** `index`, `num_workers`, `num_servers`; `id`, the small number that compiled programs hold.
+    **Attributes:** `index`, `num_workers`, `num_servers`, `active_workers`; `id`, the small number that compiled programs hold.
     """
 
     def __init__(self, spec: ClusterSpec) -> None:
@@ -235,8 +236,21 @@ class Session:
 
     @property
     def num_workers(self) -> int:
-        """How many workers the job has."""
-        return self._spec.num_workers
+        """How many workers the job has; with spare places (`JAXRDMA_MOST_WORKERS`), how many it may have.
+
+        Every `index` is below it, so data cut into that many pieces is cut alike whoever comes and goes; what is in the
+        pieces of workers that are not there, nobody sees.
+        """
+        return self._spec.places
+
+    @property
+    def active_workers(self) -> tuple[int, ...]:
+        """The indices of the workers that are there, as this process was told last.
+
+        It changes when a worker comes, leaves or is lost, and two workers may not see that at the same step: choose by
+        it how much there is to do, never what must be agreed on.
+        """
+        return self._client.active_workers
 
     @property
     def num_servers(self) -> int:
@@ -268,18 +282,20 @@ class Session:
 
         **Returns:** the state, the same on every worker: the chief's parameters at step 0; in a job that was started
         again and has checkpoints, those of the last one at its step; on a worker that was started in the place of a
-        lost one, those that the servers have now, at their step.
+        lost one, or in a spare place, those that the servers have now, at their step.
 
         **Raises:** `PlanError` for a leaf that cannot be trained; `UpdateError` for an update that the servers cannot
         run; `ConfigError` for an `ema` that is no decay or a `mesh` of other processes' devices; `MismatchError`, on
         every process, if the workers' models differ, or the checkpoint is of another model, and only here if this
-        worker takes the place of a lost one with another model; `PeerFailedError`.
+        worker comes to a job that has begun, with another model; `PeerFailedError`.
         """
         from jaxrdma.update import analyse, export_update
 
         self._check_open("init")
         _check_mesh(mesh)
         policy = policy if policy is not None else SyncReplicas()
+        if self._spec.grows:
+            check_growth(policy.complete(self.num_workers), "init")
         if self._spec.replicate and policy.complete(self.num_workers).held > 0:
             raise ConfigError(
                 f"replicate=1 with {policy.describe()}: what the servers hold is of no common step then. Use "
@@ -362,6 +378,12 @@ class Session:
             name, rows, columns, optimizer, init if init is not None else RowNormal()
         )
         check_settings(settings, self._spec.partition_bytes)
+        if self._spec.grows:
+            raise ConfigError(
+                f"embedding {name!r} in a job to which workers may be added (JAXRDMA_MOST_WORKERS): a step of a table "
+                "takes a push of each of a fixed number of workers. Leave JAXRDMA_MOST_WORKERS out, or train the table "
+                "in a job of its own"
+            )
         if self._spec.replicate:
             raise ConfigError(
                 f"replicate=1 with embedding {name!r}: no other server keeps a copy of a table's rows. Start the job "
@@ -434,6 +456,12 @@ class Session:
         `known` keep their number then.
         """
         self._check_open("average_gradients")
+        if self._spec.grows:
+            raise ConfigError(
+                "average_gradients in a job to which workers may be added (JAXRDMA_MOST_WORKERS): the servers hold no "
+                "parameters that one could begin with. Use session.init(params, update=...), or leave "
+                "JAXRDMA_MOST_WORKERS out"
+            )
         if self._spec.replicate:
             raise ConfigError(
                 "replicate=1 with average_gradients: the servers hold no parameters, of which a copy could be kept; "
@@ -616,7 +644,7 @@ class Session:
         return values, status
 
     def _resume(self, flow: int, least: int) -> tuple[list[NDArray[Any]], int]:
-        """What a worker begins with in the place of a lost one: one version, `least` or a later one, and which."""
+        """What a worker begins with that comes to a model which has started: one version, `least` or a later one, and which."""
         values = self._empty(flow)
         targets = [as_bytes(array) for array in values]
         found = self._engine.follow(flow, least, targets, self._models[flow].spec)

@@ -110,7 +110,7 @@ def _connections_bytes(spec: ClusterSpec) -> int:
     """What the connections to everybody lock, by one device."""
     if spec.role == "follower":
         return connections_bytes(spec.num_servers, 0, SLOTS_PER_FOLLOWER)
-    peers = spec.num_servers if spec.role == "worker" else spec.num_workers
+    peers = spec.num_servers if spec.role == "worker" else spec.places
     return connections_bytes(peers, spec.partition_bytes)
 
 

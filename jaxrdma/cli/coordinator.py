@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen", default="127.0.0.1:7000", metavar="HOST:PORT", help="default: %(default)s"
     )
     parser.add_argument("--workers", type=int, metavar="W", help="how many workers the job has")
+    parser.add_argument(
+        "--most-workers",
+        type=int,
+        metavar="M",
+        help="how many it may have: more than W may come while it runs; default: W",
+    )
     parser.add_argument("--servers", type=int, metavar="S", help="how many servers the job has")
     parser.add_argument("--job", help="the job's name")
     parser.add_argument("--secret-file", metavar="FILE", help="a file with the job's secret")
@@ -62,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     given: dict[str, Any] = {
         "num_workers": args.workers,
         "num_servers": args.servers,
+        "most_workers": args.most_workers,
         "secret": read_secret(args.secret_file),
         "job": args.job,
         "connect_timeout": args.connect_timeout,
@@ -72,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
     for name, option in (("num_workers", "--workers"), ("num_servers", "--servers")):
         if values.get(name, 0) < 1:
             raise ConfigError(f"how many? Give {option}, at least 1, or JAXRDMA_{name.upper()}.")
+    most = values.get("most_workers", values["num_workers"])
+    if most < values["num_workers"]:
+        raise ConfigError(
+            f"--most-workers {most}: expected at least --workers, {values['num_workers']}, with which the job begins"
+        )
 
     def report(fact: dict[str, Any]) -> None:
         if args.report_fd is not None:
@@ -96,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         args.listen,
         values["num_workers"],
         values["num_servers"],
+        most_workers=most,
         secret=values.get("secret", ""),
         job=values.get("job", "jaxrdma"),
         attempt=values.get("attempt", 0),

@@ -28,6 +28,10 @@ on two machines, of which the first is 10.0.0.1, in any order, with the same JAX
   jaxrdma launch --coordinator 10.0.0.1:7000 --servers 1 --workers 2 --here coordinator,server:0,worker:0 train.py
   jaxrdma launch --coordinator 10.0.0.1:7000 --servers 1 --workers 2 --here worker:1 train.py
 
+that begins with two workers and may have four, of which the third comes later, from a machine of its own:
+  jaxrdma launch --coordinator 10.0.0.1:7000 --workers 2 --most-workers 4 --here coordinator,server:0,worker:0-1 train.py
+  jaxrdma launch --coordinator 10.0.0.1:7000 --workers 2 --most-workers 4 --here worker:2 train.py
+
 Output lines carry the name of the process they come from. Standard input is empty for all. Ctrl-C reaches the workers
 first; nothing is left 3 seconds later. If one process fails, the others have 5 seconds to tell their own side of it.
 Of the environment, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_STALL_WARNING, JAXRDMA_STEP_TIMEOUT,
@@ -52,6 +56,10 @@ that keeps the copy of it; without --replicate all begin from the last checkpoin
 A worker whose loss the job bears, by its policy's on_loss, can be started again alone, while the others go on or wait:
 each up to --worker-restarts N times. If the others wait for one that is not started again, the job ends.
 
+With --most-workers M the job begins with W workers, and indices up to M - 1 may come while it runs, if its policy has
+on_loss='shrink' or 'wait': by the same command with their --here, from any machine, at any time. Nobody waits for them,
+and a launcher that starts nothing else may fail, or be stopped by Ctrl-C, without harm to the others.
+
 On several machines: the totals are the same everywhere, and every process stands in exactly one --here. All have
 JAXRDMA_CONNECT_TIMEOUT to come. The secret comes from JAXRDMA_SECRET or a file, never from the command line, which
 others can read; without one, the coordinator must be at a loopback address. JAXRDMA_JOB gives the job another name.
@@ -67,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `jaxrdma launch`."""
     parser.add_argument("--servers", type=int, default=1, metavar="S", help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=1, metavar="W", help="default: %(default)s")
+    parser.add_argument(
+        "--most-workers",
+        type=int,
+        metavar="M",
+        help="begin with W workers, and let up to M have a part: more may come while the job runs; default: W",
+    )
     parser.add_argument("--transport", choices=TRANSPORTS, help="how tensors travel; default: auto")
     parser.add_argument(
         "--ordered",
@@ -171,6 +185,7 @@ def run(args: argparse.Namespace) -> int:
         "checkpoint_keep": args.checkpoint_keep,
         "checkpoint_restore": args.checkpoint_restore,
         "replicate": args.replicate,
+        "most_workers": args.most_workers,
     }
     several = args.coordinator is not None or args.here is not None
     passed_on = [*given, "connect_timeout", "heartbeat_timeout", "stall_warning", "step_timeout"]
@@ -184,6 +199,10 @@ def run(args: argparse.Namespace) -> int:
     verbs = {f.name: environment[f.name] for f in fields(VerbsSettings) if f.name in environment}
     settings["verbs"] = VerbsSettings(**verbs)
     _check_restarts(args.restarts, settings)
+    if not several and settings.get("most_workers", 0) > args.workers:
+        raise ConfigError(
+            "--most-workers needs --coordinator HOST:PORT and --here: without, nobody else can find the job"
+        )
     if settings.get("replicate"):
         # As its servers would, once they are started.
         ClusterSpec("127.0.0.1:1", "server", 0, args.workers, args.servers, **settings)
@@ -197,7 +216,9 @@ def run(args: argparse.Namespace) -> int:
         restarts=args.restarts,
         worker_restarts=args.worker_restarts,
     )
-    return launch(replace(plan, **_several(args)) if several else _alone(args, plan))
+    if not several:
+        return launch(_alone(args, plan))
+    return launch(replace(plan, **_several(args, settings.get("most_workers"))))
 
 
 def _check_restarts(restarts: int, settings: dict[str, Any]) -> None:
@@ -216,7 +237,7 @@ def _check_restarts(restarts: int, settings: dict[str, Any]) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _several(args: argparse.Namespace) -> dict[str, Any]:
+def _several(args: argparse.Namespace, most_workers: int | None) -> dict[str, Any]:
     """What a plan says of a job on several machines."""
     if args.coordinator is None:
         raise ConfigError("--here needs --coordinator HOST:PORT, the same on every machine")
@@ -227,7 +248,7 @@ def _several(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--{name} {getattr(args, name)}: expected at least 1")
     return {
         "coordinator": args.coordinator,
-        "share": parse_share(args.here, args.servers, args.workers),
+        "share": parse_share(args.here, args.servers, max(args.workers, most_workers or 0)),
         "listen": None if args.listen is None else listen_address(args.listen),
     }
 

@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator listens")
     parser.add_argument("--index", type=int, metavar="I", help="which server this is, from 0")
     parser.add_argument("--num-workers", type=int, metavar="W", help="how many workers the job has")
+    parser.add_argument(
+        "--most-workers", type=int, metavar="M", help="how many it may have; default: W"
+    )
     parser.add_argument("--num-servers", type=int, metavar="S", help="how many servers the job has")
     parser.add_argument(
         "--listen",
@@ -49,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         coordinator=args.coordinator,
         index=args.index,
         num_workers=args.num_workers,
+        most_workers=args.most_workers,
         num_servers=args.num_servers,
         job=args.job,
         secret=read_secret(args.secret_file),

@@ -82,6 +82,7 @@ class World:
     - `replicas`, `servers`: how many at the start.
     - `batches`: about how many each replica has.
     - `kills`, `newcomers`: how many lives end without a word, and how many replicas come later.
+    - `places`: for how many replicas the policy is; those that nobody takes must be missed by nobody.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class World:
         batches: int,
         kills: int,
         newcomers: int,
+        places: int,
     ) -> None:
         self.chance = random.Random(seed)
-        self.policy = policy.complete(replicas)
+        self.policy = policy.complete(places)
         self.batches = batches
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.now, self.order = 0.0, 0
@@ -497,9 +499,10 @@ def draw_world(seed: int, replicas: int, batches: int = 8) -> World:
             BoundedStaleness(chance.choice((0, 1, 3)), on_loss=on_loss),
         )
     )
-    losses = policy.complete(replicas).on_loss
+    newcomers = chance.choice((0, 1, 2, max(1, replicas // 10)))
+    places = replicas + chance.choice((0, newcomers, newcomers + 2))
+    losses = policy.complete(places).on_loss
     kills = chance.choice((0, 1) if losses == "fail" else (0, 1, 3, max(3, replicas // 3)))
-    newcomers = chance.choice((0, 1, max(1, replicas // 10)))
     return World(
         seed,
         policy,
@@ -508,6 +511,7 @@ def draw_world(seed: int, replicas: int, batches: int = 8) -> World:
         batches=batches,
         kills=kills,
         newcomers=newcomers,
+        places=places,
     )
 
 
