@@ -152,6 +152,7 @@ def test_the_commands_for_two_machines_make_a_job(
     script: Path, make_job: Callable[..., Job]
 ) -> None:
     launches = [command for command in commands() if "--here" in command]
+    launches = [launch for launch in launches if "--most-workers" not in launch]
     assert len(launches) == 2
     job, address = make_job(1, 2), free_address()
     for launch in launches:
@@ -159,6 +160,31 @@ def test_the_commands_for_two_machines_make_a_job(
         words[words.index("train.py")] = str(script)
         job.spawn(words[words.index("--here") + 1], ["-m", *words], dict(os.environ))
     job.succeed()
+
+
+@pytest.mark.timeout(100)
+def test_the_commands_that_add_a_worker_make_a_job_of_three(
+    script: Path, make_job: Callable[..., Job]
+) -> None:
+    first, added = [command for command in commands() if "--most-workers" in command]
+    (shrinking,) = [block for block in blocks("python") if 'on_loss="shrink"' in block]
+    begin = "    state = session.init(params, update=optax.adam(1e-3))    # the same state on every worker\n"
+    step = "        state, loss = train_step(state, batch)\n"
+    text = script.read_text()
+    assert begin in text and step in text
+    wait = "        while state.step == 5 and len(session.active_workers) < 3:\n            time.sleep(0.01)\n"
+    text = text.replace(begin, textwrap.indent(shrinking, "    ")).replace(step, wait + step)
+    script.write_text("import time\n" + text)
+    job, address = make_job(1, 2), free_address()
+    for name, launch in (("first", first), ("added", added)):
+        words = shlex.split(launch.replace("127.0.0.1:7000", address))
+        words[words.index("train.py")] = str(script)
+        job.spawn(name, ["-m", *words], dict(os.environ))
+    job.succeed()
+    assert "worker 2: takes part in model 0 from step" in job.output("added"), job.outputs()
+    # Each ran through all of its data.
+    ends = re.findall(r"trained to \S+ (\d+)", job.outputs())
+    assert len(ends) == 3 and min(map(int, ends)) == 20, job.outputs()
 
 
 def test_the_other_ways_to_step_run(tmp_path: Path, make_job: Callable[..., Job]) -> None:

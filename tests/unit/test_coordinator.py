@@ -40,6 +40,7 @@ from jaxrdma.control import (
     Left,
     LostWorker,
     Mean,
+    MemberJoined,
     MemberLeft,
     MemberLost,
     Offer,
@@ -105,6 +106,7 @@ class Job:
     def __init__(self, workers: int = 2, servers: int = 2, **options) -> None:
         self.now = 1000.0
         self.workers, self.servers = workers, servers
+        self.places = options.get("most_workers", workers)
         self.membership = Membership(
             workers, servers, job="job", secret="s", now=self.now, **options
         )
@@ -1077,7 +1079,7 @@ def shrinking(policy: Policy | None = None, workers: int = 3, servers: int = 2, 
 
 
 def start_model(job: Job, number: int, policy: Policy) -> None:
-    wire = to_wire(policy.complete(job.workers))
+    wire = to_wire(policy.complete(job.places))
     for w in range(job.workers):
         job.say(f"w{w}", proposal(number, policy=wire))
     for s in range(job.servers):
@@ -1090,14 +1092,13 @@ def land(job: Job, worker: int, sequence: int, step: int, life: int = 7) -> None
         job.say(f"s{s}", Landed(0, GradientName(worker, life, sequence), step))
 
 
+def made_means(job: Job) -> list[Mean]:
+    told = [d for m in job.got["s0"] if isinstance(m, Decided) for d in m.decisions]
+    return [d for d in told if isinstance(d, Mean)]
+
+
 def means(job: Job) -> list[tuple[int, list[int]]]:
-    told = [m.decisions for m in job.got["s0"] if isinstance(m, Decided)]
-    return [
-        (d.step, [g.worker for g in d.gradients])
-        for many in told
-        for d in many
-        if isinstance(d, Mean)
-    ]
+    return [(d.step, [g.worker for g in d.gradients]) for d in made_means(job)]
 
 
 def die(job: Job) -> None:
@@ -1242,7 +1243,7 @@ def come_back(job: Job, name: str = "w2", life: int = 8, pid: int = 202, **chang
 
 
 def take_up(job: Job, name: str = "w2-8", number: int = 0, policy: Policy = WAITING) -> None:
-    job.say(name, proposal(number, policy=to_wire(policy.complete(job.workers))))
+    job.say(name, proposal(number, policy=to_wire(policy.complete(job.places))))
 
 
 def test_who_comes_back_is_let_in_by_new_tokens_once_every_server_expects_it():
@@ -1588,8 +1589,7 @@ def test_no_history_of_losses_stops_a_job_that_waits(policy, seed):
         for w in range(3):
             lives.act(w)
     assert job.membership.failure is None
-    made = [d for m in job.got["s0"] if isinstance(m, Decided) for d in m.decisions]
-    made = [d for d in made if isinstance(d, Mean)]
+    made = made_means(job)
     assert len(made) >= before + 3
     assert [d.step for d in made] == [*range(len(made))]
     counted = [gradient for d in made for gradient in d.gradients]
@@ -1616,3 +1616,300 @@ def test_the_coordinator_and_the_launcher_import_no_jax_and_no_numpy():
 def test_an_address_beyond_loopback_needs_a_secret():
     with pytest.raises(coordinator.ConfigError, match="JAXRDMA_SECRET"):
         coordinator.run_coordinator("0.0.0.0:0", 1, 1)
+
+
+# --- spare places ---
+
+SHRINKING = SyncReplicas(on_loss="shrink")
+
+
+def growing(policy: Policy = SHRINKING, most: int = 4, **options) -> Job:
+    """A job of 2 workers, whose model 0 has started, with places for more."""
+    job = Job(2, 2, most_workers=most, **options)
+    for name in ("s0", "w1", "w0", "s1"):
+        job.join(name)
+    for name in ("s0", "s1"):
+        job.say(name, Admitting("127.0.0.1:1"))
+    start_model(job, 0, policy)
+    return job
+
+
+def test_a_job_begins_without_those_who_may_come_and_does_not_name_them():
+    job = Job(2, 1, most_workers=4)
+    job.join("s0")
+    job.join("w0")
+    assert job.membership.waits_for() == ["worker 1"]
+    job.wait(4, "s0 w0")
+    text = job.last("w0", Waiting).text
+    assert text.startswith("have 1 of 2 workers and 1 of 1 server, waiting for worker 1, ")
+    job.join("w1")
+    job.say("s0", Admitting("127.0.0.1:1"))
+    roster = job.last("w0", Roster)
+    assert [worker.index for worker in roster.workers] == [0, 1]
+    assert job.membership.status(job.now).spare == [2, 3]
+
+
+def test_who_takes_a_spare_place_is_in_every_mean_from_the_next_step_on():
+    job = growing()
+    land(job, 0, 0, 0)
+    come_in(job, "w2")
+    assert job.last("w0", MemberJoined) == MemberJoined("worker", 2)
+    assert [worker.index for worker in job.last("w2", Roster).workers] == [0, 1, 2]
+    take_up(job, "w2", policy=SHRINKING)
+    assert FlowStart not in job.kinds("w2")  # a step is under way
+    land(job, 1, 0, 0)
+    assert job.last("w2", FlowStart) == FlowStart(0, joined=1)
+    land(job, 0, 1, 1)
+    land(job, 1, 1, 1)
+    assert means(job) == [(0, [0, 1])]
+    land(job, 2, 0, 1)
+    assert means(job) == [(0, [0, 1]), (1, [0, 1, 2])]
+    assert job.membership.status(job.now).spare == [3]
+    come_in(job, "w3")
+    take_up(job, "w3", policy=SHRINKING)
+    for worker in range(3):
+        land(job, worker, 2 - worker // 2, 2)
+    assert means(job)[2:] == []  # worker 3 is in at once: nothing had landed
+    land(job, 3, 0, 2)
+    assert means(job)[2:] == [(2, [0, 1, 2, 3])]
+    for name in ("w3", "w0", "w1"):
+        job.say(name, Left(3), Bye())
+    assert Shutdown not in job.kinds("s0")
+    job.say("w2", Left(3), Bye())
+    assert job.kinds("s0")[-1] is Shutdown
+    assert job.membership.failure is None
+
+
+def come_in(job: Job, name: str, **changes) -> None:
+    """Somebody says hello for a spare place, and every server lets it in."""
+    job.join(name, **changes)
+    for s in range(job.servers):
+        asked = job.last(f"s{s}", AdmitWorker)
+        assert asked.index == int(name[1:])
+        job.say(f"s{s}", WorkerAdmitted(asked.index, asked.incarnation))
+
+
+def test_the_end_of_a_job_waits_for_nobody_in_spare_places():
+    job = growing()
+    for name in ("w0", "w1"):
+        job.say(name, Left(1), Bye())
+    assert job.kinds("s0")[-1] is Shutdown
+    job.join("w2")
+    assert job.last("w2", Refused).kind == "ended"
+
+
+def test_who_comes_early_to_a_spare_place_is_let_in_when_the_job_has_begun():
+    job = Job(2, 2, most_workers=3)
+    for name in ("w2", "s0", "w0", "s1"):
+        job.join(name)
+    assert job.membership.waits_for() == ["worker 1"]
+    job.lose("w2")
+    assert job.membership.failure is None
+    job.join("w2", "w2-8", incarnation=8)
+    job.join("w1")
+    for s in range(2):
+        assert set(job.last(f"s{s}", Roster).servers[s].tokens) == {0, 1}
+        job.say(f"s{s}", Admitting("127.0.0.1:1"))
+    assert [worker.index for worker in job.last("w1", Roster).workers] == [0, 1]
+    assert Roster not in job.kinds("w2-8")
+    for s in range(2):
+        asked = job.last(f"s{s}", AdmitWorker)
+        assert (asked.index, asked.incarnation) == (2, 8)
+        job.say(f"s{s}", WorkerAdmitted(2, 8))
+    # Nor does a model wait for it, and it waits until the model has begun.
+    take_up(job, "w2-8", policy=SHRINKING)
+    job.wait(1, "w0 w1 w2-8 s0 s1")
+    text = "model 0 has not begun: waiting for worker 0 and worker 1 to call init for it"
+    assert job.last("w2-8", Waiting).text == text
+    start_model(job, 0, SHRINKING)
+    assert [m for m in job.got["w2-8"] if isinstance(m, FlowStart)] == [FlowStart(0, joined=0)]
+    assert FlowAgreed not in job.kinds("w2-8")
+
+
+def test_the_loss_of_who_came_is_borne_and_its_place_spare_again():
+    job = growing()
+    come_in(job, "w2")
+    job.lose("w2", "killed")  # before it has called init
+    assert job.last("s0", MemberLost).index == 2
+    assert job.membership.status(job.now).spare == [2, 3]
+    land(job, 0, 0, 0)
+    land(job, 1, 0, 0)
+    assert means(job) == [(0, [0, 1])]
+    come_back(job)
+    take_up(job, policy=SHRINKING)
+    land(job, 2, 0, 1, life=8)
+    job.lose("w2-8", "killed")
+    land(job, 0, 1, 1)
+    land(job, 1, 1, 1)
+    assert means(job) == [(0, [0, 1]), (1, [0, 1])]
+    assert job.membership.failure is None
+
+
+def test_a_place_is_kept_only_for_who_has_had_a_part():
+    job = growing(WAITING)
+    come_in(job, "w2")
+    job.lose("w2", "killed")
+    assert not job.last("s0", MemberLost).waits
+    come_back(job)
+    take_up(job)
+    land(job, 2, 0, 0, life=8)
+    job.lose("w2-8", "killed")
+    assert job.last("s0", MemberLost).waits
+    land(job, 0, 0, 0)
+    land(job, 1, 0, 0)
+    assert means(job) == []
+    job.membership.address = "10.0.0.1:7000"
+    job.wait(11, "w0 w1 s0 s1")
+    assert "JAXRDMA_INDEX=2 JAXRDMA_NUM_WORKERS=2 JAXRDMA_MOST_WORKERS=4 " in (
+        job.last("w0", Waiting).text
+    )
+    come_back(job, life=9, pid=302)
+    job.lose("w2-9", "killed")  # the life before it had a part
+    assert job.last("s0", MemberLost).waits
+    come_back(job, life=10, pid=402)
+    take_up(job, "w2-10")
+    land(job, 2, 0, 0, life=10)
+    assert means(job) == [(0, [0, 1, 2])]
+
+
+def test_who_left_a_job_that_grows_may_be_followed_by_another():
+    job = growing()
+    job.say("w1", Left(0), Bye())
+    land(job, 0, 0, 0)
+    come_back(job, "w1", pid=201)
+    take_up(job, "w1-8", policy=SHRINKING)
+    land(job, 0, 1, 1)
+    land(job, 1, 0, 1, life=8)
+    assert means(job) == [(0, [0]), (1, [0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kind", "text"),
+    [
+        ("w4", {}, "index", "there are 4 workers at most, so the index must be 0 to 3"),
+        ("w2", {"offer": Offer("verbs", verbs=True, why="")}, "settings", "the job has tcp"),
+        ("w2", {"job": "other"}, "job", "belongs to job 'other'"),
+        (
+            "w2",
+            {"settings": {"num_workers": 2, "num_servers": 2, "most_workers": 3}},
+            "settings",
+            "expects 3 workers at most, the coordinator 4. Set JAXRDMA_MOST_WORKERS alike",
+        ),
+    ],
+)
+def test_who_cannot_take_a_spare_place_is_refused_with_the_reason(name, changes, kind, text):
+    job = growing()
+    job.join(name, **changes)
+    refused = job.last(name, Refused)
+    assert refused.kind == kind
+    assert text in refused.text
+
+
+def test_two_processes_for_one_spare_place_are_both_named():
+    job = growing()
+    come_in(job, "w2")
+    job.join("w2", "twin", incarnation=8, pid=202)
+    assert job.last("twin", Refused).text == (
+        "two processes claim to be worker 2: host-a, pid 102, which came first, and now host-a, pid 202. "
+        "Give each its own JAXRDMA_INDEX."
+    )
+    job.join("l0", spare=True)
+    job.say("l0", ended(2, "ended with exit code 1", pid=202))
+    assert job.membership.failure is None
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [SyncReplicas(), BoundedStaleness(1), Async(on_loss="fail")],
+    ids=lambda policy: policy.describe(),
+)
+def test_a_policy_by_which_nobody_can_be_added_is_refused(policy):
+    job = Job(2, 1, most_workers=3)
+    for name in ("s0", "w0", "w1"):
+        job.join(name)
+    job.say("s0", Admitting("127.0.0.1:1"))
+    job.say("w0", proposal(policy=to_wire(policy.complete(3))))
+    assert "no worker can be added" in job.failure.text
+
+
+def test_a_launcher_of_spare_places_alone_is_missed_by_nobody():
+    job = growing()
+    job.join("l0")
+    job.join("l1", spare=True)
+    job.lose("l1")
+    job.join("l1", "again", spare=True)
+    job.say("again", Failed("interrupted", "SIGINT"))
+    assert job.membership.failure is None
+    job.lose("l0")
+    assert "launcher" in job.failure.text
+
+
+def test_a_second_model_begins_without_who_came_and_lets_it_in():
+    job = growing()
+    come_in(job, "w2")
+    take_up(job, "w2", policy=SHRINKING)
+    take_up(job, "w2", number=1, policy=SHRINKING)
+    assert [m.flow for m in job.got["w2"] if isinstance(m, FlowStart)] == [0]
+    start_model(job, 1, SHRINKING)
+    assert job.last("w2", FlowStart) == FlowStart(1, joined=0)
+    assert job.membership.failure is None
+
+
+def test_another_model_of_who_came_early_concerns_nobody_else():
+    job = growing()
+    come_in(job, "w2")
+    wire = to_wire(SHRINKING.complete(4))
+    job.say("w2", proposal(1, policy=wire, digest="other"))
+    start_model(job, 1, SHRINKING)
+    assert "the plan differs" in job.last("w2", FlowRejected).text
+    assert job.membership.failure is None
+    assert job.membership.status(job.now).spare == [2, 3]
+
+
+class Growth(Lives):
+    """As `Lives`, in a job that begins with one worker and has places for two more."""
+
+    def __init__(self, job: Job, policy: Policy) -> None:
+        super().__init__(job, policy)
+        for w in (1, 2):
+            self.life[w], self.stage[w] = 6, "lost"
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        WAITING,
+        SyncReplicas(2, on_loss="wait"),
+        SyncReplicas(4, on_loss="wait"),
+        BoundedStaleness(1, on_loss="wait"),
+        Async(on_loss="wait"),
+    ],
+    ids=lambda policy: policy.describe(),
+)
+def test_no_history_of_those_who_come_and_are_lost_stops_a_job_that_grows(policy, seed):
+    job, chance = Job(1, 2, most_workers=3), random.Random(seed)
+    for name in ("s0", "s1", "w0"):
+        job.join(name)
+    for name in ("s0", "s1"):
+        job.say(name, Admitting("127.0.0.1:1"))
+    start_model(job, 0, policy)
+    lives = Growth(job, policy)
+    for _ in range(60):
+        lives.act(chance.randrange(3), dies=chance.random() < 0.15)
+    before = len(made_means(job))
+    for _ in range(12):
+        for w in range(3):
+            lives.act(w)
+    assert job.membership.failure is None
+    made = made_means(job)
+    assert len(made) >= before + 3
+    assert [d.step for d in made] == [*range(len(made))]
+    counted = [gradient for d in made for gradient in d.gradients]
+    assert len(counted) == len({*map(str, counted)}), "a gradient counted twice"
+    assert {gradient.worker for gradient in made[-1].gradients} == {0, 1, 2} or policy != WAITING
+    newest: dict[int, int] = {}
+    for d in made:
+        for gradient in d.gradients:
+            assert gradient.incarnation >= newest.get(gradient.worker, 0)
+            newest[gradient.worker] = gradient.incarnation
