@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -77,6 +78,15 @@ def test_unknown_override_is_refused_with_the_nearest_name():
     [
         ({"JAXRDMA_INDEX": "2"}, r"index 2 of a worker in a job of 2 workers: expected 0 to 1"),
         ({"JAXRDMA_INDEX": "-1"}, "index -1"),
+        ({"JAXRDMA_MOST_WORKERS": "1"}, "most_workers is 1: expected at least num_workers, 2"),
+        (
+            {"JAXRDMA_MOST_WORKERS": "4", "JAXRDMA_INDEX": "4"},
+            "index 4 of a worker in a job of at most 4 workers: expected 0 to 3",
+        ),
+        (
+            {"JAXRDMA_MOST_WORKERS": "4", "JAXRDMA_REPLICATE": "1", "JAXRDMA_NUM_SERVERS": "2"},
+            "replicate=1 in a job to which workers may be added, up to 4",
+        ),
         ({"JAXRDMA_INDEX": "one"}, "JAXRDMA_INDEX='one': expected a whole number"),
         ({"JAXRDMA_ROLE": "sever"}, "did you mean server"),
         ({"JAXRDMA_ROLE": "server"}, "index 1 of a server in a job of 1 servers"),
@@ -161,6 +171,15 @@ def test_the_secret_is_never_shown():
 )
 def test_a_spec_survives_the_environment(spec):
     assert ClusterSpec.from_environment(spec.to_environment()) == spec
+
+
+def test_places_are_as_many_as_workers_or_more_and_alike_in_every_process():
+    spec = ClusterSpec("a:1", "worker", 1, 2, 1)
+    assert (spec.places, spec.grows) == (2, False)
+    assert spec.shared_settings() == replace(spec, most_workers=2).shared_settings()
+    more = replace(spec, most_workers=4, index=3)
+    assert (more.places, more.grows, more.shared_settings()["most_workers"]) == (4, True, 4)
+    assert ClusterSpec.from_environment(more.to_environment()) == more
 
 
 def test_tls_is_all_of_its_files_or_none():

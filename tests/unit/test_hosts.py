@@ -41,6 +41,13 @@ def test_a_share_is_read(text, share):
     assert parse_share(text, 2, 4) == share
 
 
+def test_a_share_of_spare_places_alone_can_be_done_without():
+    assert Share(False, (), (2, 3)).is_spare(2)
+    assert not Share(False, (), (1, 2)).is_spare(2)
+    assert not Share(False, (0,), (2,)).is_spare(2)
+    assert not Share(True, (), ()).is_spare(2)
+
+
 @given(st.booleans(), st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)))
 def test_a_share_is_read_as_it_is_written(coordinator, servers, workers):
     share = Share(coordinator, tuple(sorted(servers)), tuple(sorted(workers)))

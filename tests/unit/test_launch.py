@@ -101,7 +101,7 @@ if deed == "early":
     sys.exit(5)
 with ControlClient(spec, spec.role, spec.index, secrets.randbits(60)) as client:
     client.join()
-    policy = to_wire(Async(on_loss=sys.argv[1]).complete(spec.num_workers))
+    policy = to_wire(Async(on_loss=sys.argv[1]).complete(spec.places))
     client.send(FlowProposal(0, [], "d", "update", policy, "u"))
     client.wait(lambda message: isinstance(message, FlowStart), 60)
     print("life", life, flush=True)
@@ -109,6 +109,8 @@ with ControlClient(spec, spec.role, spec.index, secrets.randbits(60)) as client:
         os.kill(os.getpid(), signal.SIGKILL)
     if deed == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if deed == "waits":
+        client.wait(lambda message: False, 60)
     if deed == "unfit":
         client.send(Failed("config", "PlanError: x"))
         client.close()
@@ -445,6 +447,37 @@ def test_a_coordinator_that_is_killed_ends_the_other_launchers(launch_both):
     assert first.end()[0] == 128 + signal.SIGKILL
 
 
+@cluster_test
+@pytest.mark.parametrize("end", ["killed", "early", signal.SIGKILL, signal.SIGINT], ids=str)
+def test_a_launcher_of_spare_places_does_no_harm_whatever_becomes_of_it(launch, scripts, end):
+    address = free_address()
+
+    def start(here: str, deed: str):
+        counts = ("--workers", "1", "--most-workers", "3")
+        place = ("--coordinator", address, "--here", here)
+        return launch(*place, *counts, str(scripts / "lasting.py"), "shrink", deed)
+
+    first = start("coordinator,server:0,worker:0", "")
+    first.until("life 0")
+    second = start("worker:1", end if isinstance(end, str) else "waits")
+    if isinstance(end, signal.Signals):
+        second.until("life 0")
+        second.process.send_signal(end)
+        assert second.end()[0] == (130 if end == signal.SIGINT else -signal.SIGKILL)
+        first.errors_until("the job goes on without what it started")
+    elif end == "early":
+        assert second.end()[0] == 5
+        first.errors_until("ended with exit code 5 and had never joined; the job does not need it")
+    else:
+        first.errors_until("the job goes on without it")
+    # Whoever comes next ends the job in good order: worker 0 waits for somebody to leave.
+    third = start("worker:2", "good").end()
+    code, out, err = first.end()
+    assert (code, third[0]) == (0, 0), out + err + third[2]
+    if end == "killed":
+        assert second.end()[0] == 0
+
+
 # --- jobs that are started again ---
 
 
@@ -748,6 +781,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launch, scripts):
 # --- command line ---
 
 HERE = ("launch", "--coordinator", "127.0.0.1:7", "--here")
+MORE = ("launch", "--coordinator", "127.0.0.1:7", "--workers", "2", "--most-workers")
 NEVER = ("launch", "--checkpoint", "d", "--checkpoint-restore", "never")
 COPIES = ("launch", "--servers", "2", "--replicate", "1")
 
@@ -771,6 +805,10 @@ COPIES = ("launch", "--servers", "2", "--replicate", "1")
         (["launch", "--listen", "127.0.0.1", __file__], "--listen is for a job on several"),
         (["launch", "--secret-file", "x", __file__], "--secret-file is for a job on several"),
         ([*HERE, "worker:7", __file__], "a job of 1 worker has worker:0; did you mean worker:0?"),
+        ([*MORE, "4", "--here", "worker:4", __file__], "a job of 4 workers has worker:0-3"),
+        ([*MORE, "1", "--here", "worker:0", __file__], "most_workers is 1: expected at least num"),
+        (["launch", "--most-workers", "2", __file__], "--most-workers needs --coordinator HOST:"),
+        (["coordinator", "--servers", "1", "--workers", "2", "--most-workers", "1"], "at least --w"),
         ([*HERE, "worker:0", "--listen", "::", __file__], "workers are told this address"),
         (["coordinator", "--servers", "1"], "--workers"),
         (["server", "--index", "0"], "coordinator, num_workers, num_servers not given"),

@@ -161,6 +161,13 @@ def test_the_table_shows_it_all():
     assert "model 0: started, sync_replicas(2 of 2, on_loss=fail), 6 parameters in 1 leaves" in text
 
 
+def test_places_that_nobody_has_taken_are_not_there_yet():
+    job = Job(2, 2, most_workers=4)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(*render(status(job)), sep="\n")
+    assert "not there yet: worker 2, worker 3" in console.export_text()
+
+
 @pytest.mark.parametrize("counted", [False, True])
 def test_a_narrow_terminal_gets_whole_words(counted):
     job = started()
