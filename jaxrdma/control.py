@@ -482,7 +482,7 @@ class MirrorAt(msgspec.Struct, frozen=True, tag="mirror_at"):
 
 
 class AdmitWorker(msgspec.Struct, frozen=True, tag="admit_worker"):
-    """To a server: a place that was empty, or is one of a lost worker, has this incarnation now, which will show `token`."""
+    """To a server: the place of a lost worker, or a spare one, has this incarnation now, which will show `token`."""
 
     index: int
     incarnation: int
@@ -926,8 +926,8 @@ class ControlClient:
     - `spec`, `role`, `index`: the cluster, and who this is in it.
     - `incarnation`: a number that no other life of this process has.
     - `on_message`: called on the reading thread with every `JobFailed`, `MemberJoined`, `MemberLeft`, `MemberLost`,
-      `SendTrace`, `Shutdown` and flow message, in their order. It must be quick, and may call any method here but `reach`, `join`,
-      `wait` and `leave`. The loss of the coordinator arrives as `JobFailed(kind="coordinator_lost")`.
+      `SendTrace`, `Shutdown` and flow message, in their order. It must be quick, and may call any method here but
+      `reach`, `join`, `wait` and `leave`. The loss of the coordinator arrives as `JobFailed(kind="coordinator_lost")`.
     - `say`: prints one line of progress.
     - `offer`: how this process can move tensors; asked for once the coordinator can be reached, so that there is a
       route to it. What it raises, `join` raises.
@@ -1021,7 +1021,7 @@ class ControlClient:
 
     @property
     def active_workers(self) -> tuple[int, ...]:
-        """The indices of the workers that have a part in the job, as far as this process was told; once it has joined."""
+        """The indices of the workers that have a part in the job, as this process was told last."""
         with self._condition:
             return tuple(sorted(self._active))
 
@@ -1279,8 +1279,8 @@ class ControlClient:
             match message:
                 case MemberJoined(role="worker", index=index):
                     self._active.add(index)
-                case MemberLeft(role="worker", index=index) | MemberLost(
-                    role="worker", index=index
+                case (
+                    MemberLeft(role="worker", index=index) | MemberLost(role="worker", index=index)
                 ):
                     self._active.discard(index)
                 case _:

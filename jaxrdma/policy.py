@@ -258,9 +258,9 @@ def check_growth(policy: Policy, what: str) -> None:
     """
     if policy.on_loss == "fail":
         raise ConfigError(
-            f"{what} with {policy.describe()} in a job to which workers may be added (JAXRDMA_MOST_WORKERS): where the "
-            "loss of one ends the job, all must be there from the start. Give a policy with on_loss='shrink' or 'wait', "
-            "or leave JAXRDMA_MOST_WORKERS out"
+            f"{what} with {policy.describe()} in a job to which workers may be added (JAXRDMA_MOST_WORKERS): where "
+            "the loss of one ends the job, all must be there from the start. Give a policy with on_loss='shrink' or "
+            "'wait', or leave JAXRDMA_MOST_WORKERS out"
         )
 
 

@@ -158,7 +158,8 @@ class Session:
 
     `init` starts a model, `ps_step` trains it, `read` looks at it in between; each model has states of its own.
 
-    **Attributes:** `index`, `num_workers`, `num_servers`, `active_workers`; `id`, the small number that compiled programs hold.
+    **Attributes:** `index`, `num_workers`, `num_servers`, `active_workers`; `id`, the small number that compiled
+    programs hold.
     """
 
     def __init__(self, spec: ClusterSpec) -> None:
@@ -644,7 +645,7 @@ class Session:
         return values, status
 
     def _resume(self, flow: int, least: int) -> tuple[list[NDArray[Any]], int]:
-        """What a worker begins with that comes to a model which has started: one version, `least` or a later one, and which."""
+        """What a worker begins with that comes to a running model: one version, `least` or a later one, and which."""
         values = self._empty(flow)
         targets = [as_bytes(array) for array in values]
         found = self._engine.follow(flow, least, targets, self._models[flow].spec)

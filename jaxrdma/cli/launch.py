@@ -29,7 +29,8 @@ on two machines, of which the first is 10.0.0.1, in any order, with the same JAX
   jaxrdma launch --coordinator 10.0.0.1:7000 --servers 1 --workers 2 --here worker:1 train.py
 
 that begins with two workers and may have four, of which the third comes later, from a machine of its own:
-  jaxrdma launch --coordinator 10.0.0.1:7000 --workers 2 --most-workers 4 --here coordinator,server:0,worker:0-1 train.py
+  jaxrdma launch --coordinator 10.0.0.1:7000 --workers 2 --most-workers 4 \\
+      --here coordinator,server:0,worker:0-1 train.py
   jaxrdma launch --coordinator 10.0.0.1:7000 --workers 2 --most-workers 4 --here worker:2 train.py
 
 Output lines carry the name of the process they come from. Standard input is empty for all. Ctrl-C reaches the workers

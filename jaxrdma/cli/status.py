@@ -162,7 +162,9 @@ def render(status: JobStatus, width: int = _WIDE) -> "list[RenderableType]":
         + kinds.get(m.mode, "")
         for m in status.models
     ]
-    spare = [f"not there yet: {', '.join(f'worker {i}' for i in status.spare)}"] if status.spare else []
+    spare = (
+        [f"not there yet: {', '.join(f'worker {i}' for i in status.spare)}"] if status.spare else []
+    )
     return [head, table, *models, *spare, *([status.text] if status.text else [])]
 
 

@@ -55,7 +55,8 @@ def check_values(job: Job, found: dict[int, tuple[int, ...]]) -> None:
 def test_two_workers_become_four_and_no_mean_is_over_two_memberships(
     make_job: Callable[..., Job], tmp_path: Path, policy: str
 ) -> None:
-    job, stop, chance = make_job(2, 2, partition_bytes=256, most_workers=4), tmp_path / "stop", random.Random()
+    job, stop = make_job(2, 2, partition_bytes=256, most_workers=4), tmp_path / "stop"
+    chance = random.Random()
     work = ("policies.py", policy, f"v@{stop}", *PAUSES)
     job.start(*work)
     wait_for_version(job, chance.randrange(1, 20))
@@ -140,7 +141,11 @@ def test_what_nobody_can_be_added_to_is_refused_with_the_reason(
     job = make_job(1, 1, most_workers=2)
     job.start("grows_not.py").succeed()
     told = job.output("worker 0")
-    for what in ("init with sync_replicas(2 of 2, on_loss=fail)", "embedding 'rows'", "average_gradients"):
+    for what in (
+        "init with sync_replicas(2 of 2, on_loss=fail)",
+        "embedding 'rows'",
+        "average_gradients",
+    ):
         assert f"refused: {what} in a job to which workers may be added" in told, told
     assert "places 2, active (0,)" in told
 

@@ -808,7 +808,10 @@ COPIES = ("launch", "--servers", "2", "--replicate", "1")
         ([*MORE, "4", "--here", "worker:4", __file__], "a job of 4 workers has worker:0-3"),
         ([*MORE, "1", "--here", "worker:0", __file__], "most_workers is 1: expected at least num"),
         (["launch", "--most-workers", "2", __file__], "--most-workers needs --coordinator HOST:"),
-        (["coordinator", "--servers", "1", "--workers", "2", "--most-workers", "1"], "at least --w"),
+        (
+            ["coordinator", "--servers", "1", "--workers", "2", "--most-workers", "1"],
+            "at least --w",
+        ),
         ([*HERE, "worker:0", "--listen", "::", __file__], "workers are told this address"),
         (["coordinator", "--servers", "1"], "--workers"),
         (["server", "--index", "0"], "coordinator, num_workers, num_servers not given"),
