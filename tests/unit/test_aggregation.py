@@ -22,12 +22,14 @@ from tests.unit.simulation import draw_world
 class Job:
     """An aggregation with one server and replicas of incarnation 1, that remembers what each would push next."""
 
-    def __init__(self, policy, replicas, servers=1):
+    def __init__(self, policy, replicas, servers=1, places=None):
         self.sequences = {}
         self.holds = {}
         self.servers = servers
         self.aggregation = Aggregation(
-            policy.complete(replicas), servers=servers, replicas=dict.fromkeys(range(replicas), 1)
+            policy.complete(places or replicas),
+            servers=servers,
+            replicas=dict.fromkeys(range(replicas), 1),
         )
         self.started = self.note(self.aggregation.start())
 
@@ -193,6 +195,28 @@ def test_a_newcomer_is_in_after_the_step_under_way():
         Answer(1, 1, 0, 1),
     ]
     assert job.join(2) == []  # the same once more
+
+
+def test_places_that_nobody_has_taken_are_missed_by_nobody():
+    job = Job(SyncReplicas(3), 2, places=4)
+    job.push(0)
+    assert job.push(1)[0] == mean(0, (0, 0), (1, 0))  # all, as they are fewer than 3
+    job.join(2)
+    job.join(3)
+    assert [who.replica for who in job.aggregation.waits_for()] == [0, 1, 2, 3]
+    job.push(3)
+    job.push(2)
+    assert job.push(0)[0] == mean(1, (0, 1), (2, 0), (3, 0))  # the first 3 of 4
+    job = Job(SyncReplicas(6), 1, places=4)  # alone, it gives all 6; three give 2 each
+    for _ in range(5):
+        assert kinds(job.push(0)) == ["Answer"]
+    assert job.push(0)[0] == mean(0, *((0, sequence) for sequence in range(6)))
+    job.join(1)
+    job.join(2)
+    for replica in (0, 1, 2):
+        assert kinds(job.push(replica)) == ["Answer"]
+    assert kinds(job.push(0)) == kinds(job.push(1)) == []
+    assert job.push(2)[0] == mean(1, (0, 6), (0, 7), (1, 0), (1, 1), (2, 0), (2, 1))
 
 
 def test_a_newcomer_to_bounded_staleness_does_not_wait_for_those_ahead():
