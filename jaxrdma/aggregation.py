@@ -148,7 +148,8 @@ class Aggregation:
 
     - `policy`: a complete one, see `Policy.complete`.
     - `servers`: how many, at least 1. A gradient has landed when all have reported it.
-    - `replicas`: the incarnation of each replica that is there from the start, by index.
+    - `replicas`: the incarnation of each replica that is there from the start, by index. If the policy is for more,
+      others may come; and with as many as at the start a loss is always borne.
     - `step`: the version of the parameters at the start.
     """
 
@@ -161,6 +162,7 @@ class Aggregation:
         self._version = step
         self._members: dict[int, _Replica] = {}
         self._joining = dict(replicas)
+        self._began_with = len(replicas)
         self._missing = 0  # members whose place is kept
         self._active = 0
         self._lost: set[int] = set()  # places that a loss has emptied
@@ -540,6 +542,7 @@ class Aggregation:
         self._lost.add(r.index)
         remaining = self._active + len(self._joining)
         least = self._policy.least(self._active + len(self._lost | self._joining.keys()))
+        least = min(least, self._began_with)
         if remaining < least:
             self._fail(
                 f"{who} {remaining} remain, and {self._policy.describe()} needs at least {least}. Start the job again "

@@ -1297,7 +1297,9 @@ class Membership:
                 text += f" (refused {now - at:.0f} s ago: {why})"
         if ended.role == "worker" and ended.index >= self._expected["worker"]:
             self.notes.append(f"{text}; the job does not need it")
-            return []
+            told = MemberLost("worker", ended.index, "died", text, waits=False)
+            # One that has others to look after goes on; one that has nothing else ends.
+            return [] if launcher.hello.spare else [(launcher.id, told)]
         self._failure = JobFailed("left" if ended.well else "died", text, ended.role, ended.index)
         self._failed_at = now
         return self._to(self._live(), self._failure)

@@ -210,6 +210,9 @@ def _job_families(status: JobStatus) -> Iterable[Metric]:
     yield GaugeMetricFamily("jaxrdma_job_failed", "1: the job has failed", value=failed)
     yield GaugeMetricFamily("jaxrdma_job_attempt", "which start of the job, from 0", status.attempt)
     yield GaugeMetricFamily(
+        "jaxrdma_spare_places", "places for workers that nobody has taken yet", len(status.spare)
+    )
+    yield GaugeMetricFamily(
         "jaxrdma_stall_seconds", "how long a worker is in its step at most", max(waits, default=0.0)
     )
     values: dict[str, tuple[str, Callable[[Any], float]]] = {

@@ -134,6 +134,21 @@ def test_places_that_are_not_there_or_taken_are_refused_and_the_end_waits_for_no
 
 
 @pytest.mark.timeout(100)
+def test_who_has_left_is_followed_by_another(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    job, stop = make_job(2, 2, partition_bytes=256, most_workers=3), tmp_path / "stop"
+    policy = "sync:3:shrink"
+    job.start("policies.py", policy, f"v@{stop},10", *PAUSES)
+    assert job.wait(60, ["worker 1"]) == {"worker 1": 0}, job.outputs()
+    again = grow(job, 1, "policies.py", policy, f"v@{stop}", *PAUSES, name="again")
+    end = end_soon(job, stop)
+    job.succeed()
+    found = sets(job, ANY)
+    assert {found[v] for v in range(1, 11)} == {(0, 1)} == {found[v] for v in range(again + 1, end)}
+    assert {found[v] for v in range(11, again + 1)} <= {(0,)}
+    check_values(job, found)
+
+
+@pytest.mark.timeout(100)
 def test_what_nobody_can_be_added_to_is_refused_with_the_reason(
     make_job: Callable[..., Job],
 ) -> None:

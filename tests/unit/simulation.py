@@ -100,6 +100,7 @@ class World:
         self.chance = random.Random(seed)
         self.policy = policy.complete(places)
         self.batches = batches
+        self.began_with = replicas
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.now, self.order = 0.0, 0
         self.servers = [Server() for _ in range(servers)]
@@ -449,7 +450,7 @@ class World:
         least, staying = 1, len(self.active) + len(self.lost_places)
         if isinstance(self.policy, SyncReplicas):
             wanted, total = self.policy.replicas_to_aggregate, self.policy.total_replicas
-            least = min(wanted, staying) if wanted < total else 1
+            least = min(wanted, staying, self.began_with) if wanted < total else 1
         return len(self.active) < least
 
     def life_of(self, c: Contribution) -> Life:

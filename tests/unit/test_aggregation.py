@@ -207,6 +207,10 @@ def test_places_that_nobody_has_taken_are_missed_by_nobody():
     job.push(3)
     job.push(2)
     assert job.push(0)[0] == mean(1, (0, 1), (2, 0), (3, 0))  # the first 3 of 4
+    # It began with 2, so 2 will do; and not fewer.
+    assert kinds(job.lose(3)) == kinds(job.lose(2)) == ["Epoch"]
+    (fail,) = job.lose(1)
+    assert "1 remain, and sync_replicas(3 of 4, on_loss=shrink) needs at least 2" in fail.text
     job = Job(SyncReplicas(6), 1, places=4)  # alone, it gives all 6; three give 2 each
     for _ in range(5):
         assert kinds(job.push(0)) == ["Answer"]

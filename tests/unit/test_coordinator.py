@@ -1745,6 +1745,16 @@ def test_the_loss_of_who_came_is_borne_and_its_place_spare_again():
     assert job.membership.failure is None
 
 
+def test_who_came_may_be_lost_while_a_model_waits_for_others():
+    job = growing()
+    come_in(job, "w2")
+    job.say("w0", proposal(1, policy=to_wire(SHRINKING.complete(4))))
+    job.lose("w2", "killed")
+    assert job.membership.failure is None
+    job.lose("w1", "killed")
+    assert "worker 1" in job.failure.text
+
+
 def test_a_place_is_kept_only_for_who_has_had_a_part():
     job = growing(WAITING)
     come_in(job, "w2")
@@ -1813,8 +1823,10 @@ def test_two_processes_for_one_spare_place_are_both_named():
         "two processes claim to be worker 2: host-a, pid 102, which came first, and now host-a, pid 202. "
         "Give each its own JAXRDMA_INDEX."
     )
-    job.join("l0", spare=True)
-    job.say("l0", ended(2, "ended with exit code 1", pid=202))
+    for name, spare in (("l0", True), ("l1", False)):
+        job.join(name, spare=spare)
+        job.say(name, ended(2, "ended with exit code 1", pid=202))
+        assert (MemberLost in job.kinds(name)) == (not spare)
     assert job.membership.failure is None
 
 
