@@ -166,7 +166,7 @@ class _Member:
     # Of a follower, or who came after the start: servers that do not expect it yet.
     awaits: set[int] = field(default_factory=set[int])
     ready: bool = False  # of a follower: every server expects it
-    returned: bool = False  # to the place of one that was lost
+    returned: bool = False  # to the place of one that was lost, or left
     spare: bool = False  # a worker beyond those that the job needs to begin
     # Of who came after the start: models that it has called init for, and those that have not begun yet.
     resumed: set[int] = field(default_factory=set[int])
@@ -1332,7 +1332,7 @@ class Membership:
         if worker.left or worker.gone or worker.hello.incarnation != message.incarnation:
             return []
         failed = Failed("connection", message.text)
-        if all(flow.on_loss == "fail" for flow in self._flows.values()):
+        if not worker.spare and all(flow.on_loss == "fail" for flow in self._flows.values()):
             return self._member_failed(server, failed, now)
         return self._lose(
             worker, "connection", f"{server.name} ({server.place}) reports: {message.text}", now

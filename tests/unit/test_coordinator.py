@@ -1755,6 +1755,22 @@ def test_who_came_may_be_lost_while_a_model_waits_for_others():
     assert "worker 1" in job.failure.text
 
 
+@pytest.mark.parametrize("tells", ["s0", "w2"])
+def test_a_broken_connection_of_who_came_is_nobody_elses_affair(tells):
+    job = Job(2, 2, most_workers=3)
+    for name in ("s0", "s1", "w0", "w1"):
+        job.join(name)
+    for name in ("s0", "s1"):
+        job.say(name, Admitting("127.0.0.1:1"))
+    come_in(job, "w2")
+    text = "server 0 cannot be reached"
+    job.say(tells, LostWorker(2, 7, text) if tells == "s0" else Failed("connection", text))
+    job.wait(3, "s0 s1 w0 w1")
+    assert job.membership.failure is None
+    assert text in job.last("s1", MemberLost).text
+    start_model(job, 0, SHRINKING)
+
+
 def test_a_place_is_kept_only_for_who_has_had_a_part():
     job = growing(WAITING)
     come_in(job, "w2")
