@@ -332,6 +332,16 @@ class Aggregation:
         r = self._members.get(replica)
         return r is not None and r.awaits is not None and r.awaits > self._version
 
+    def unreported(self, replica: int, step: int) -> list[int]:
+        """The servers that have not reported the gradient that a replica computed on `step`, and pushes.
+
+        Empty if it is in no such push: it has landed whole, or was answered.
+        """
+        r = self._members.get(replica)
+        if r is None or r.state != "active" or r.awaits is not None or r.granted_at != step:
+            return []
+        return [server for server in range(self._servers) if not r.servers >> server & 1]
+
     def _is_over(self, r: _Replica | None, replica: int, incarnation: int, why: Why) -> bool:
         """Whether that life is not `r`. Then it ends before it has begun here, and cannot join any more."""
         if r is not None and r.incarnation == incarnation:

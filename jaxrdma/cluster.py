@@ -23,7 +23,21 @@ RESTORES = ("auto", "never", "new-update")
 MOST_DEVICES = 4
 
 _PREFIX = "JAXRDMA_"
-_FAULT = r"(worker|server) \d+: [a-z]+ [1-9]\d*( \d+)?"
+# Messages between a process and the coordinator, by their tags in jaxrdma/control.py, that a drill may lose: those on
+# models, on who belongs to the job, and on gradients.
+MISSABLE = (
+    *("flow_proposal", "flow_agreed", "flow_ready", "flow_start", "landed", "decided"),
+    *("admit_worker", "worker_admitted", "member_left", "member_lost"),
+)
+_FAULT = rf"(worker|server) \d+: ((?!missed)[a-z]+ [1-9]\d*( \d+)?|missed ({'|'.join(MISSABLE)}) [1-9]\d*)"
+
+
+@dataclass(frozen=True)
+class Missed:
+    """For drills: the message of this kind between this process and the coordinator, the `nth` from 1, is lost."""
+
+    kind: str
+    nth: int
 
 
 @dataclass(frozen=True)
@@ -154,8 +168,9 @@ class ClusterSpec:
       port that is higher by i + 1. `None`: nobody does.
     - `spin_us`: how long a progress thread polls at most before it sleeps, in microseconds; less where the last waits
       were shorter, and not at all where they were longer. `None`: the engine's own choice. 0: it never polls.
-    - `fault`: for drills, what shall go wrong in the transport of one process: "worker 1: lost 40" loses the 40th write
-      of data by worker 1. `None`: nothing.
+    - `fault`: for drills, what shall go wrong with one process. In its transport: "worker 1: lost 40" loses the 40th
+      write of data by worker 1. Between it and the coordinator: "server 0: missed decided 9" loses the 9th message of
+      that kind, one of `MISSABLE`. `None`: nothing.
     - `checkpoint`: the folder of the job's checkpoints; all servers reach it by this path. `None`: there are none.
     - `checkpoint_steps`, `checkpoint_seconds`: save every so many steps, every so many seconds; and at the job's end.
     - `checkpoint_keep`: so many are kept of each model.
@@ -231,7 +246,8 @@ class ClusterSpec:
             _at_least("spin_us", self.spin_us, 0)
         if self.fault is not None and not re.fullmatch(_FAULT, self.fault):
             raise ConfigError(
-                f"fault {self.fault!r}: expected whose and what, as in 'worker 1: lost 40' or 'server 0: delayed 3 500'"
+                f"fault {self.fault!r}: expected whose and what, as in 'worker 1: lost 40', 'server 0: delayed 3 500' "
+                f"or 'server 0: missed decided 9'; missed may be {', '.join(MISSABLE)}"
             )
         if self.metrics is not None:
             metrics_address(self.metrics)
@@ -269,7 +285,19 @@ class ClusterSpec:
 
     @property
     def own_fault(self) -> str:
-        """What shall go wrong here, as the native module reads it; empty: nothing."""
+        """What shall go wrong in the transport here, as the native module reads it; empty: nothing."""
+        return "" if self._ordered.startswith("missed") else self._ordered
+
+    @property
+    def missed(self) -> Missed | None:
+        """Which message of the control plane shall be lost here; `None`: none."""
+        if not self._ordered.startswith("missed"):
+            return None
+        _, kind, nth = self._ordered.split()
+        return Missed(kind, int(nth))
+
+    @property
+    def _ordered(self) -> str:
         whose, _, what = (self.fault or "").partition(": ")
         return what if whose == f"{self.role} {self.index}" else ""
 

@@ -30,7 +30,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 
 from jaxrdma.clocks import Offset
-from jaxrdma.cluster import ClusterSpec, TlsFiles, parse_address
+from jaxrdma.cluster import ClusterSpec, Missed, TlsFiles, parse_address
 from jaxrdma.dump import Dump
 from jaxrdma.errors import (
     CancelledError,
@@ -981,6 +981,7 @@ class ControlClient:
             spare=spare,
         )
         self._identity = None if spec.tls is None else Identity(spec.tls, self._who())
+        self._to_miss = spec.missed if role == spec.role else None
         # Guards everything below; notified whenever something arrived or the stream ended.
         self._condition = threading.Condition()
         self._stream: _Stream | None = None
@@ -1091,6 +1092,8 @@ class ControlClient:
 
     def send(self, message: ClientMessage) -> None:
         """Queue `message`. Dropped if the stream has ended: `on_message` has told why."""
+        if self._is_missed(message):
+            return
         stream = self._stream
         if stream is not None and os.getpid() == self._hello.pid:
             stream.put(encode(message))
@@ -1238,6 +1241,8 @@ class ControlClient:
             if stream is not self._stream:
                 return  # of an attempt that was given up
             self._heard = time.monotonic()
+            if self._is_missed(message):
+                return
             match message:
                 case Alive():
                     self._hear_time(message.time_ns)
@@ -1293,6 +1298,16 @@ class ControlClient:
                 pass
             case _:
                 self._deliver(message)
+
+    def _is_missed(self, message: Message | ClientMessage) -> bool:
+        """For drills: whether this is the message that is to be lost. A stream by itself loses none and goes on."""
+        missed = self._to_miss
+        if missed is None or message.__struct_config__.tag != missed.kind:
+            return False
+        self._to_miss = Missed(missed.kind, missed.nth - 1) if missed.nth > 1 else None
+        if self._to_miss is None:
+            self._say(f"{self._who()}: here a drill loses a message of kind {missed.kind}")
+        return self._to_miss is None
 
     def _hear_time(self, told: int) -> None:
         if self._asked:

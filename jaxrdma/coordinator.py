@@ -871,9 +871,20 @@ class Membership:
             texts += [
                 f"{m.name} ({m.place}, {m.state or 'no news'}), which came back, to call init for model {number}"
                 for m in self._of("worker")
-                if m.returned and not m.gone and number not in m.resumed
+                if m.returned and not m.gone and not self._knocks(m) and number not in m.resumed
             ]
+        texts += [self._admission_text(m) for m in self._of("worker") if self._knocks(m)]
         return f"training stands still, and waits for {'; and for '.join(texts)}" if texts else ""
+
+    def _knocks(self, member: _Member) -> bool:
+        """Whether it came to a job that has begun, and not every server lets it in."""
+        return not member.gone and bool(member.awaits)
+
+    def _admission_text(self, member: _Member) -> str:
+        servers = [s for s in self._of("server") if s.hello.index in member.awaits]
+        names = _list([f"{s.name} ({s.place})" for s in servers])
+        how = "came back" if member.returned else "is new"
+        return f"{names} to let {member.name} ({member.place}) in, which {how}"
 
     def _absent_text(self, member: _Member, now: float) -> str:
         assert member.lost is not None
@@ -1524,7 +1535,44 @@ class Membership:
         if not stuck:
             return ""
         concerned = stuck, self._late_for(stuck), self._of("server")
-        return explain(*([self._process_status(m, now) for m in members] for members in concerned))
+        waiting, late, servers = (
+            [self._process_status(m, now) for m in members] for members in concerned
+        )
+        return explain(waiting, late, servers, self._undone(stuck))
+
+    def _undone(self, stuck: list[_Member]) -> list[str]:
+        """Who did not do what was decided, or has not told what it has, as far as those who wait may wait for that."""
+        texts: list[str] = []
+        for number, flow in self._flows.items():
+            here = [m for m in stuck if m.wait is None or m.wait.flow == number]
+            if flow.start is None or not here:
+                continue
+            if flow.aggregation is None:
+                # Servers know whom to wait for, and were told who left.
+                texts += [
+                    f"{m.name} ({m.place}) has left, {m.last}: no server may wait for it"
+                    for m in self._of("worker")
+                    if m.left and m.lost is None
+                ]
+                continue
+            decided, holders = flow.aggregation.step, sorted(flow.holders)
+            # A server tells the newest step of all its models: who is behind is behind in this one.
+            texts += [
+                f"{server.name} ({server.place}) has not made step {decided} of model {number}, "
+                "of which it was told whose gradients form the mean"
+                for server in self._of("server")
+                if server.hello.index in holders and server.step < decided
+            ]
+            for m in here:
+                step = -1 if m.wait is None else m.wait.step
+                silent = flow.aggregation.unreported(m.hello.index, step)
+                names = _list([f"server {holders[server]}" for server in silent])
+                if silent:
+                    texts.append(
+                        f"{names} {'has' if len(silent) == 1 else 'have'} not told that the gradient of {m.name} "
+                        f"for step {step} of model {number} has landed"
+                    )
+        return texts
 
     def _late_for(self, stuck: list[_Member]) -> list[_Member]:
         """Whose gradients the steps lack that these are in: those of workers that are in none."""
@@ -1637,10 +1685,19 @@ class Membership:
             if m.early and not m.gone and now >= m.next_text:
                 m.next_text = now + control.progress_pause(now - m.since)
                 out.append((m.id, Waiting(self._early_text(m))))
-        if now >= self._next_reminder and (text := self._absence_text(now)):
+        if now < self._next_reminder:
+            return out
+        if text := self._absence_text(now):
             self._next_reminder = now + _REMIND_SECONDS
             self.notes.append(text)
-            out += self._to(self._live(), Waiting(text))
+            return out + self._to(self._live(), Waiting(text))
+        for member in self._of("worker"):
+            # The others go on meanwhile.
+            if self._knocks(member) and now - member.since >= control.PROGRESS_SECONDS:
+                self._next_reminder = now + _REMIND_SECONDS
+                text = f"waiting for {self._admission_text(member)}"
+                self.notes.append(text)
+                out.append((member.id, Waiting(text)))
         return out
 
     def progress_text(self, now: float) -> str:

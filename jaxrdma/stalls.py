@@ -12,6 +12,7 @@ def explain(
     waiting: Sequence[ProcessStatus],
     late: Sequence[ProcessStatus],
     servers: Sequence[ProcessStatus],
+    known: Sequence[str] = (),
 ) -> str:
     """One paragraph on a job in which a step takes long.
 
@@ -20,7 +21,16 @@ def explain(
     - `waiting`: the workers that are in a step, at least one.
     - `late`: whoever's gradients those steps lack, and is in none. Empty: the servers have them all.
     - `servers`: every server.
+    - `known`: what else is known of who did not do what those steps need.
     """
+    return ". ".join(filter(None, [_who_waits(waiting, late, servers), "; ".join(known)]))
+
+
+def _who_waits(
+    waiting: Sequence[ProcessStatus],
+    late: Sequence[ProcessStatus],
+    servers: Sequence[ProcessStatus],
+) -> str:
     text = "; ".join(_wait_text(each) for each in waiting)
     if late:
         return f"{text}. The step lacks the gradients of {'; '.join(_text(each) for each in late)}"

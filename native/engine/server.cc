@@ -1692,7 +1692,10 @@ Status Engine::aggregate(uint16_t id, int64_t step, const std::vector<GradientId
   };
   const int64_t next = std::max(held.newest_mean + 1, flow.published());
   if (flow.published() < 0) return refuse("it has no parameters here");
-  if (step != next) return refuse("the next one is of step ", next);
+  if (step != next) {
+    return refuse("the next one is of step ", next,
+                  step > next ? ", and what was decided of that was not told here" : "");
+  }
   if (set.empty()) return refuse("it is over no gradient");
   for (size_t i = 0; i < set.size(); ++i) {
     if (std::find(set.begin(), set.begin() + static_cast<ptrdiff_t>(i), set[i]) !=

@@ -3,13 +3,16 @@
 import json
 import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrdma.cluster import (
+    MISSABLE,
     ClusterSpec,
+    Missed,
     TlsFiles,
     VerbsSettings,
     check_listen,
@@ -20,6 +23,7 @@ from jaxrdma.cluster import (
     tf_config_settings,
     tls_files,
 )
+from jaxrdma.control import ClientMessage, CoordinatorMessage
 from jaxrdma.errors import ConfigError
 
 ENV = {
@@ -160,7 +164,7 @@ def test_the_secret_is_never_shown():
         partition_bytes=st.integers(64, 1 << 40),
         ordered=st.booleans(),
         spin_us=st.none() | st.integers(0, 1000),
-        fault=st.sampled_from([None, "worker 1: lost 40", "server 0: delayed 3 500"]),
+        fault=st.sampled_from([None, "worker 1: lost 40", "server 0: missed landed 3"]),
         checkpoint=st.sampled_from(["/mnt/run 1", "runs"]),
         checkpoint_steps=st.none() | st.integers(1, 10**9),
         checkpoint_seconds=st.none() | st.floats(0.1, 1e6),
@@ -335,6 +339,14 @@ def test_other_addresses_need_a_secret(host):
     check_listen(format_address(host, 0), "secret")
 
 
+def test_what_a_drill_may_lose_are_messages_of_the_control_plane():
+    kinds = {
+        message.__struct_config__.tag
+        for message in get_args(ClientMessage) + get_args(CoordinatorMessage)
+    }
+    assert set(MISSABLE) <= kinds
+
+
 def test_a_fault_is_for_one_process():
     def spec(role: str = "worker", index: int = 0, fault: str | None = None) -> ClusterSpec:
         return ClusterSpec("127.0.0.1:7000", role, index, 2, 2, fault=fault)
@@ -344,11 +356,18 @@ def test_a_fault_is_for_one_process():
     for others in ({"index": 0}, {"role": "server", "index": 1}):
         assert spec(fault="worker 1: lost 40", **others).own_fault == ""
     assert spec().own_fault == ""
+    assert cluster.missed is None
+    missed = spec(role="server", index=1, fault="server 1: missed decided 9")
+    assert (missed.missed, missed.own_fault) == (Missed("decided", 9), "")
+    assert spec(fault="server 1: missed decided 9").missed is None
     for bad in (
         "lost 40",
         "worker 1: lost",
         "worker 1: lost 0",
         "launcher 0: lost 1",
+        "worker 1: missed 9",
+        "worker 1: missed heartbeat 9",
+        "worker 1: missed decided 0",
         "worker 1 lost 40",
     ):
         with pytest.raises(ConfigError, match="'worker 1: lost 40'"):

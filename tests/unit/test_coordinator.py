@@ -1271,6 +1271,28 @@ def test_who_comes_back_is_let_in_by_new_tokens_once_every_server_expects_it():
     assert job.kinds("w2-8").count(Roster) == 1
 
 
+@pytest.mark.parametrize("on_loss", ["wait", "shrink"])
+def test_a_server_that_does_not_let_in_who_comes_back_is_named_and_the_wait_ends(on_loss):
+    job = shrinking(SyncReplicas(on_loss=on_loss), connect_timeout=60)
+    die(job)
+    job.join("w2", "w2-8", incarnation=8, pid=202)
+    job.say("s0", WorkerAdmitted(2, 8))  # and s1 says nothing
+    job.wait(12, "w0 w1 s0 s1 w2-8")
+    named = "server 1 (host-a, pid 101) to let worker 2 (host-a, pid 202) in, which came back"
+    assert job.last("w2-8", Waiting).text.endswith(named)
+    assert job.membership.notes[-1].endswith(named)
+    assert (Waiting in map(type, job.got["w0"])) == (on_loss == "wait")
+    assert "to call init" not in job.last("w2-8", Waiting).text
+    # It gives up after its own time, and then nobody takes its place.
+    job.lose("w2-8", "gave up")
+    assert job.membership.failure is None
+    job.wait(61, "w0 w1 s0 s1")
+    if on_loss == "wait":
+        assert job.failure.text.endswith("nobody took its place in 60 s")
+    else:
+        assert job.membership.failure is None
+
+
 def test_the_others_wait_and_go_on_with_the_next_life():
     job = shrinking(WAITING)
     for worker in range(3):

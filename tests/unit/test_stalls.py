@@ -12,6 +12,7 @@ from jaxrdma.control import (
     Heartbeat,
     JobFailed,
     Landed,
+    Left,
     ProcessStatus,
     Wait,
     Waiting,
@@ -82,13 +83,15 @@ def started(workers: int = 2, policy: Policy | None = None) -> Job:
     return job
 
 
-def beat(job: Job, seconds: float, **beats: Heartbeat) -> None:
-    """Time passes; everybody tells this, servers that they serve."""
+def beat(
+    job: Job, seconds: float, served: tuple[int, int] = (3, 3), **beats: Heartbeat
+) -> None:
+    """Time passes; everybody tells this, servers that they serve and have made the steps `served`."""
     end = job.now + seconds
     while job.now < end:
         job.now += 1
-        for server in ("s0", "s1"):
-            job.say(server, Heartbeat(3, "serving"))
+        for server, step in zip(("s0", "s1"), served, strict=True):
+            job.say(server, Heartbeat(step, "serving"))
         for name, message in beats.items():
             job.say(name, message)
         job.take(job.membership.tick(job.now))
@@ -176,6 +179,46 @@ def test_a_worker_that_nothing_waits_for_is_not_named():
     beat(job, 12, w0=STUCK, w1=LATE, w2=LATE)
     (text,) = job.membership.notes
     assert "worker 1 " not in text
+
+
+def landed(job: Job, worker: int, *servers: str) -> None:
+    for server in servers:
+        job.say(server, Landed(0, GradientName(worker, 7, 0), 0))
+
+
+def test_who_did_not_do_what_was_decided_or_told_nothing_of_a_gradient_is_named():
+    job = started(2, SyncReplicas(2, on_loss="shrink"))
+    pushes = {
+        f"w{worker}": Heartbeat(-1, IN_STEP, Wait(0, 0, 1, 0, "completed")) for worker in range(2)
+    }
+    landed(job, 0, "s0", "s1")
+    landed(job, 1, "s0")
+    beat(job, 12, (0, 0), **pushes)
+    (text,) = job.membership.notes
+    assert text.endswith(
+        ". server 1 has not told that the gradient of worker 1 for step 0 of model 0 has landed"
+    )
+    # Now the mean of step 0 is decided, of which one server does not hear.
+    landed(job, 1, "s1")
+    beat(job, 20, (1, 0), **pushes)
+    text = job.membership.notes[-1]
+    assert text.endswith(
+        ". server 1 (host-a, pid 101) has not made step 1 of model 0, of which it was told whose gradients form "
+        "the mean"
+    )
+    beat(job, 40, (1, 1), **pushes)
+    assert "has not made" not in job.failure.text
+    assert "has not told" not in job.failure.text
+
+
+def test_a_server_that_waits_for_one_who_left_is_seen_to():
+    job = started(2)
+    job.say("w1", Left(2))
+    beat(job, 12, w0=STUCK)
+    (text,) = job.membership.notes
+    assert text.endswith(
+        ". worker 1 (host-a, pid 101) has left, last at step 2: no server may wait for it"
+    )
 
 
 def test_the_line_of_the_users_program_is_found_under_what_jax_does():
