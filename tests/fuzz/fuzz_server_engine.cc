@@ -42,6 +42,7 @@ std::shared_ptr<ServerEngine> make_server(uint32_t workers, bool ordered, uint32
   ServerOptions options;
   options.workers = workers;
   options.job = "job";
+  options.listen = fuzz::free_address();
   options.partition_bytes = kPartitionBytes;
   options.slots_per_worker = 4;
   options.ordered = ordered;

@@ -43,7 +43,7 @@ class Side {
 
   std::string listen() {
     return fabric_
-        ->listen("127.0.0.1:0",
+        ->listen(fuzz::free_address(),
                  [](EndpointId, const Hello& hello) -> Result<std::vector<std::byte>> {
                    if (hello.token != std::vector<std::byte>(Hello::kTokenBytes, std::byte{1}))
                      return Status(Code::kPermissionDenied, "a stranger");

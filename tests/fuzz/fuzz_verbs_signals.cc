@@ -177,7 +177,7 @@ void play(Input input) {
   }
   const std::string address =
       side.fabric
-          ->listen("127.0.0.1:0",
+          ->listen(fuzz::free_address(),
                    [](EndpointId, const Hello&) -> Result<std::vector<std::byte>> {
                      return fuzz::bytes_of("welcome");
                    })

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -67,23 +68,61 @@ struct Frame {
   std::string body;
 };
 
+/// A socket that is bound to an address and a port of loopback which no other had for minutes.
+///
+/// Who ends a connection first keeps its own end of it for a minute, in TIME_WAIT. Were ends of
+/// 127.0.0.1 taken, as the kernel picks them, a fuzzer would soon find none free, and neither would
+/// the side that is tested. There are so many others that each is taken once; and the ports are
+/// below those that the kernel picks.
+inline tcp::Fd bound_socket() {
+  constexpr uint32_t kFirstPort = 10'000, kPorts = 20'000;
+  constexpr uint32_t kFirstAddress = (127u << 24) + (1u << 16), kAddresses = 254u << 16;
+  // Fuzzers that run side by side are far apart.
+  static const uint32_t begin = std::random_device()();
+  static uint64_t taken = 0;
+  tcp::Fd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  require(fd.open(), "a descriptor");
+  sockaddr_in end{};
+  end.sin_family = AF_INET;
+  int bound = -1;
+  for (int tries = 0; bound != 0 && tries < 100; ++tries) {  // others have ports there too
+    const uint64_t number = taken++;
+    end.sin_port = htons(static_cast<uint16_t>(kFirstPort + number % kPorts));
+    end.sin_addr.s_addr =
+        htonl(static_cast<uint32_t>(kFirstAddress + (begin + number / kPorts) % kAddresses));
+    bound = bind(fd.get(), reinterpret_cast<const sockaddr*>(&end), sizeof(end));
+  }
+  require(bound == 0, "an address of our own");
+  return fd;
+}
+
+inline std::string address_of(const tcp::Fd& fd) {
+  tcp::SocketAddress own;
+  own.bytes = sizeof(own.storage);
+  getsockname(fd.get(), own.get(), &own.bytes);
+  return own.text();
+}
+
+/// Such an address and port, for the side that is tested to listen at.
+inline std::string free_address() { return address_of(bound_socket()); }
+
 /// One end of a connection.
 class Socket {
  public:
   explicit Socket(tcp::Fd fd) : fd_(std::move(fd)) {
     const int on = 1;
     setsockopt(fd_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    // Once it is closed the other side, if that ended the connection, need not remember it either.
+    const linger at_once{1, 0};
+    setsockopt(fd_.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
   }
-  /// To "127.0.0.1:port".
+  /// To "host:port", both numbers.
   static Socket connect(const std::string& address) {
-    tcp::Fd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    sockaddr_in where{};
-    where.sin_family = AF_INET;
-    where.sin_port =
-        htons(static_cast<uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
-    where.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    const auto* to = reinterpret_cast<const sockaddr*>(&where);
-    require(::connect(fd.get(), to, sizeof(where)) == 0, "the port is open");
+    tcp::Fd fd = bound_socket();
+    const auto parts = tcp::split_address(address);
+    const auto found = tcp::resolve(parts.value(), /*numeric=*/true, /*passive=*/false);
+    const tcp::SocketAddress& where = found.value().front();
+    require(::connect(fd.get(), where.get(), where.bytes) == 0, "the port is open");
     return Socket(std::move(fd));
   }
 
@@ -128,18 +167,11 @@ class Socket {
   tcp::Fd fd_;
 };
 
-/// Listens on a free port of loopback.
+/// Listens on loopback.
 class Listener {
  public:
-  Listener() : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    sockaddr_in where{};
-    where.sin_family = AF_INET;
-    where.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    auto* address = reinterpret_cast<sockaddr*>(&where);
-    require(bind(fd_.get(), address, sizeof(where)) == 0 && listen(fd_.get(), 8) == 0, "a port");
-    socklen_t bytes = sizeof(where);
-    getsockname(fd_.get(), address, &bytes);
-    address_ = "127.0.0.1:" + std::to_string(ntohs(where.sin_port));
+  Listener() : fd_(bound_socket()), address_(address_of(fd_)) {
+    require(listen(fd_.get(), 8) == 0, "a port");
   }
   const std::string& address() const { return address_; }
   Socket accept() { return Socket(tcp::Fd(accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC))); }
