@@ -8,6 +8,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -96,6 +98,26 @@ inline tcp::Fd bound_socket() {
   return fd;
 }
 
+/// What a system call returns that no signal has interrupted: libFuzzer has a timer, of which each
+/// call that waits may end.
+template <typename Call>
+auto uninterrupted(Call call) {
+  auto result = call();
+  while (result == -1 && errno == EINTR) result = call();
+  return result;
+}
+
+/// Whether something can be read before the time is over; a signal makes it no shorter.
+inline bool readable(int fd, int timeout_ms) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+  return uninterrupted([&] {
+           const auto left = std::chrono::ceil<std::chrono::milliseconds>(
+               deadline - std::chrono::steady_clock::now());
+           pollfd what{fd, POLLIN, 0};
+           return ::poll(&what, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
+         }) > 0;
+}
+
 inline std::string address_of(const tcp::Fd& fd) {
   tcp::SocketAddress own;
   own.bytes = sizeof(own.storage);
@@ -122,12 +144,19 @@ class Socket {
     const auto parts = tcp::split_address(address);
     const auto found = tcp::resolve(parts.value(), /*numeric=*/true, /*passive=*/false);
     const tcp::SocketAddress& where = found.value().front();
-    require(::connect(fd.get(), where.get(), where.bytes) == 0, "the port is open");
+    int error = ::connect(fd.get(), where.get(), where.bytes) == 0 ? 0 : errno;
+    if (error == EINTR) {  // it goes on by itself
+      pollfd what{fd.get(), POLLOUT, 0};
+      uninterrupted([&] { return ::poll(&what, 1, -1); });
+      socklen_t bytes = sizeof(error);
+      getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &bytes);
+    }
+    require(error == 0, "the port is open");
     return Socket(std::move(fd));
   }
 
   void send(const std::string& bytes) {
-    (void)!::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    uninterrupted([&] { return ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL); });
   }
   /// The peer will see the end, and may still answer.
   void end() { shutdown(fd_.get(), SHUT_WR); }
@@ -139,10 +168,7 @@ class Socket {
     }
     return got == 0 || (errno != EAGAIN && errno != EINTR);
   }
-  void wait(int timeout_ms) {
-    pollfd what{fd_.get(), POLLIN, 0};
-    ::poll(&what, 1, timeout_ms);
-  }
+  void wait(int timeout_ms) { (void)readable(fd_.get(), timeout_ms); }
   /// The next frame, if it comes in time and the connection lasts.
   std::optional<Frame> receive(int timeout_ms) {
     Frame got;
@@ -156,9 +182,9 @@ class Socket {
  private:
   bool fill(void* into, size_t bytes, int timeout_ms) {
     for (size_t have = 0; have < bytes;) {
-      pollfd what{fd_.get(), POLLIN, 0};
-      if (::poll(&what, 1, timeout_ms) <= 0) return false;
-      const ssize_t got = recv(fd_.get(), static_cast<char*>(into) + have, bytes - have, 0);
+      if (!readable(fd_.get(), timeout_ms)) return false;
+      char* rest = static_cast<char*>(into) + have;
+      const ssize_t got = uninterrupted([&] { return recv(fd_.get(), rest, bytes - have, 0); });
       if (got <= 0) return false;
       have += static_cast<size_t>(got);
     }
@@ -174,7 +200,10 @@ class Listener {
     require(listen(fd_.get(), 8) == 0, "a port");
   }
   const std::string& address() const { return address_; }
-  Socket accept() { return Socket(tcp::Fd(accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC))); }
+  Socket accept() {
+    return Socket(tcp::Fd(
+        uninterrupted([this] { return accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC); })));
+  }
 
  private:
   tcp::Fd fd_;
