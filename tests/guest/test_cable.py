@@ -51,6 +51,30 @@ def stop(*commands: Command) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_a_cable_that_was_never_there_is_named_by_who_connects(wire: Wire) -> None:
+    """Of the two machines one sees that its own cable is pulled, the other that nobody answers."""
+    python = [sys.executable, str(ENGINES)]
+    here, there = ENDS["a"], ENDS["b"]
+    server = wire.b.start(
+        [*python, "server", "0", "--listen", f"{there.address}:0", *QUICK], folder=ROOT
+    )
+    try:
+        address = server.wait_for("^listening (.*)$", START_S)[1]
+        wire.pull("b")
+        worker = wire.a.start([*python, "worker", "0", address, *QUICK], folder=ROOT)
+        said = worker.wait_for("^failed UNAVAILABLE: .*$", START_S)[0]
+        print(said)
+        assert worker.wait() == 3
+        assert f"cannot connect to server 0 ({address})" in said
+        assert re.search(r"within \d+\.\d s", said)
+        assert f"this side: rxe0 port 1, GID {here.address}" in said
+        assert re.search("no route to host|no answer from the host; does a firewall", said, re.I)
+    finally:
+        wire.plug("b")
+        stop(server)
+
+
+@pytest.mark.timeout(400)
 def test_a_cable_that_comes_back_is_survived_and_one_that_does_not_is_named(wire: Wire) -> None:
     """Python takes long to start there, so it is one job."""
     limit = f"link_timeout_ms={LINK_TIMEOUT_S * 1000:.0f}"

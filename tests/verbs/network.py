@@ -167,5 +167,25 @@ def second_cable(job: Job) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def nothing_leaves(network_device: str) -> Iterator[None]:
+    """Its carrier stays, and what it sends is lost."""
+    with undoing(f"tc qdisc del dev {network_device} root"):
+        run(*f"tc qdisc add dev {network_device} root netem loss 100%".split())
+        yield
+
+
+@contextlib.contextmanager
+def neighbours_known() -> Iterator[None]:
+    """v0 and v1 need not ask for each other's hardware address."""
+    ends = (("10.88.0.2", "v0", "v1"), ("10.88.0.1", "v1", "v0"))
+    with undoing(*(f"ip neigh del {address} dev {near}" for address, near, _ in ends)):
+        for address, near, far in ends:
+            hardware = Path(f"/sys/class/net/{far}/address").read_text().strip()
+            entry = f"{address} lladdr {hardware} nud permanent dev {near}"
+            run("ip", "neigh", "replace", *entry.split())
+        yield
+
+
 def bytes_sent(network_device: str) -> int:
     return int(Path(f"/sys/class/net/{network_device}/statistics/tx_bytes").read_text())

@@ -14,6 +14,7 @@ from tests.verbs.job import (
     pull_the_cable,
     run,
 )
+from tests.verbs.network import neighbours_known, nothing_leaves
 
 # Where it is not the bytes that take the time: the means are checked on an emulated processor.
 SMALL = ("--elements", "10000", "--partition-bytes", "16384")
@@ -50,6 +51,38 @@ def test_a_cable_pulled_for_good_is_named_on_both_sides(job: Job) -> None:
     workers[0].wait_for("^step 5$")
     pull_the_cable()
     named_the_link(server, workers, "port 1 of rxe0 on this side went down")
+
+
+# Whichever side it was that gave up.
+BETWEEN_BOTH = r"(?=.*rxe0 port 1,? GID 10\.88\.0\.1)(?=.*rxe1 port 1,? GID 10\.88\.0\.2)"
+
+
+@pytest.mark.timeout(120)
+def test_a_device_that_cannot_be_reached_is_named_with_both_ends_at_the_start(job: Job) -> None:
+    """The signalling connection goes another way; by the cable nobody finds the other."""
+    with nothing_leaves("v0"):
+        run("ip", "neigh", "flush", "dev", "v0")
+        _, workers = job.train()
+        for worker in workers:
+            assert worker.wait(60) == 3, worker.output
+            worker.wait_for(
+                rf"^failed UNAVAILABLE: cannot connect to server 0 \(\S+\): {BETWEEN_BOTH}"
+                r".*from GID 10\.88\.0\.\d to GID 10\.88\.0\.\d: .*its host or link is down"
+            )
+
+
+@pytest.mark.timeout(120)
+def test_a_firewall_that_drops_what_the_devices_send_is_suspected(job: Job) -> None:
+    """They know each other's addresses; no packet arrives."""
+    with neighbours_known(), nothing_leaves("v0"):
+        _, workers = job.train(verbs=(*QUICK, "link_timeout_ms=2000"))
+        for worker in workers:
+            assert worker.wait(60) == 3, worker.output
+            worker.wait_for(
+                rf"^failed UNAVAILABLE: lost the data connection to server 0 \(\S+\): {BETWEEN_BOTH}"
+                r".*did not answer.*did not come back within 2 s; nothing has ever crossed it .*: "
+                r"does a firewall drop what RoCE sends, to UDP port 4791\?"
+            )
 
 
 @pytest.mark.timeout(120)

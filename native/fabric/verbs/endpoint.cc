@@ -625,6 +625,13 @@ std::string VerbsEndpoint::link_text() const {
          (rebuild_why_.empty() || !port.empty() ? "" : "; making it anew failed: " + rebuild_why_);
 }
 
+std::string VerbsEndpoint::never_crossed() const {
+  // The signalling connection went through, and so may go another way than the device's packets.
+  const bool ethernet = rail_.port().link_layer == "Ethernet";
+  return "; nothing has ever crossed it (this side: " + rail_.describe() + ")" +
+         (ethernet ? ": does a firewall drop what RoCE sends, to UDP port 4791?" : "");
+}
+
 std::string VerbsEndpoint::trouble() const {
   return broken_why_.empty() ? std::string() : link_text();
 }
@@ -686,6 +693,7 @@ void VerbsEndpoint::on_drained() {
 }
 
 void VerbsEndpoint::on_proof() {
+  crossed_ = true;
   if (proven_ || state_ != State::kOpen || failed_) return;
   proven_ = true;
   link_deadline_ns_ = kNever;
@@ -840,7 +848,8 @@ void VerbsEndpoint::on_deadline() {
   if (link_deadline_ns_ != kNever && now_ns() >= link_deadline_ns_) {
     char seconds[32];
     std::snprintf(seconds, sizeof(seconds), "%g", fabric_.verbs_options().link_timeout_ms * 1e-3);
-    end({Code::kUnavailable, link_text() + "; it did not come back within " + seconds + " s"});
+    end({Code::kUnavailable, link_text() + "; it did not come back within " + seconds + " s" +
+                                 (crossed_ ? std::string() : never_crossed())});
     return;
   }
   if (state_ == State::kDraining) {
@@ -926,6 +935,9 @@ void VerbsEndpoint::on_signalling_closed(const Status& why) {
     // The passive side may have had nothing on the way, and so not have noticed that the link
     // broke.
     reason = {why.code(), why.message() + ", and with it " + link_name() + rail_.port_text()};
+  } else if (!ours && remote_.queue_pair == 0 && why.code() == Code::kUnavailable) {
+    // Nothing has come from the peer that would name this device.
+    reason = {why.code(), why.message() + " (this side: " + rail_.describe() + ")"};
   }
   announce_end(std::move(reason));
 }
