@@ -7,7 +7,7 @@ import pytest
 
 from jaxrdma.control import LeafSpec
 from jaxrdma.plan import assign_partitions
-from tests.cluster.job import PATIENCE, Job
+from tests.cluster.job import PATIENCE, TRANSPORT, Job
 
 # Of 4 KiB: the larger leaf is four of them.
 SIZE, PIECE = 64, 4096
@@ -32,6 +32,7 @@ LACKS = (
     r"\(for \d+ s without partition {part} of worker 1's gradient for step {step} of model 0\)"
 )
 
+SWALLOWED = "worker 1: swallowed 23"
 # What goes wrong, and what is said of it by everybody who waits.
 FAULTS = {
     # A message is lost: it was sent, as far as the worker knows, and has not come; no part of the server's is answered.
@@ -45,7 +46,7 @@ FAULTS = {
         LACKS.format(server=SERVER, part=PART, step=STEP),
     ],
     # It was sent and answered, and the worker is never told that it was sent.
-    "worker 1: swallowed 23": [
+    SWALLOWED: [
         WAITS.format(who="worker 1", step=STEP, part=PART, server=SERVER, stage="posted"),
         LACKS.format(server=r"\d", part=r"\d", step=STEP + 1),
     ],
@@ -63,8 +64,12 @@ FAULTS = {
 }
 
 
+# What a worker sends over verbs is a copy: that nobody says when it may go harms nobody but the place where it lies.
+HARMLESS = [SWALLOWED] if TRANSPORT == "verbs" else []
+
+
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in HARMLESS])
 def test_a_fault_is_named_by_who_waits_and_the_deadline_ends_the_job(
     make_job: Callable[..., Job], fault: str
 ) -> None:
@@ -192,7 +197,9 @@ def test_what_comes_twice_ends_the_job_and_names_whose_it_is(make_job: Callable[
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("fault", ["worker 1: delayed 23 1500", "worker 1: reordered 23"])
+@pytest.mark.parametrize(
+    "fault", ["worker 1: delayed 23 1500", "worker 1: reordered 23", *HARMLESS]
+)
 def test_what_comes_late_or_in_another_order_is_no_fault(
     make_job: Callable[..., Job], fault: str
 ) -> None:

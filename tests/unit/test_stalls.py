@@ -83,9 +83,7 @@ def started(workers: int = 2, policy: Policy | None = None) -> Job:
     return job
 
 
-def beat(
-    job: Job, seconds: float, served: tuple[int, int] = (3, 3), **beats: Heartbeat
-) -> None:
+def beat(job: Job, seconds: float, served: tuple[int, int] = (3, 3), **beats: Heartbeat) -> None:
     """Time passes; everybody tells this, servers that they serve and have made the steps `served`."""
     end = job.now + seconds
     while job.now < end:
