@@ -75,8 +75,10 @@ def test_two_workers_become_four_and_no_mean_is_over_two_memberships(
     check_values(job, found)
     for worker in range(4):
         told = lines(job, worker)[-1]
-        assert told["after"] == end and told["dropped"] == 0
-        if policy.startswith("sync"):  # else what was given last comes to count later
+        assert told["dropped"] == 0
+        # With staleness, what others gave ahead makes versions after the first has left.
+        assert end <= told["after"] <= end + 2 * policy.startswith("bounded")
+        if policy.startswith("sync"):
             assert told["accepted"] == sum(worker in each for each in found.values())
     for server in range(2):
         last = job.output(f"server {server}").rpartition("gradients accepted from ")[2]
