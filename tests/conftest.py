@@ -20,6 +20,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # A shell starts what runs in its background with SIGINT ignored, and every child would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# `nohup` has SIGHUP ignored likewise. It is still of no effect here, and a handler is not inherited.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 GRACE_S = 5.0  # for what is ending already: a process to be reaped, a thread to return
 
