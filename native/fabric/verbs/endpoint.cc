@@ -473,6 +473,7 @@ void VerbsEndpoint::on_completions(std::span<const ibv_wc> completions) {
         on_send_failed(completion);
       }
     } else if (completion.status == IBV_WC_SUCCESS) {
+      acknowledged_ = true;
       on_proof();
       retire(completion.wr_id);
     } else {
@@ -625,11 +626,11 @@ std::string VerbsEndpoint::link_text() const {
          (rebuild_why_.empty() || !port.empty() ? "" : "; making it anew failed: " + rebuild_why_);
 }
 
-std::string VerbsEndpoint::never_crossed() const {
+std::string VerbsEndpoint::never_acknowledged() const {
   // The signalling connection went through, and so may go another way than the device's packets.
   const bool ethernet = rail_.port().link_layer == "Ethernet";
-  return "; nothing has ever crossed it (this side: " + rail_.describe() + ")" +
-         (ethernet ? ": does a firewall drop what RoCE sends, to UDP port 4791?" : "");
+  return "; nothing that this side sent was ever acknowledged (this side: " + rail_.describe() +
+         ")" + (ethernet ? ": does a firewall drop what RoCE sends, to UDP port 4791?" : "");
 }
 
 std::string VerbsEndpoint::trouble() const {
@@ -693,7 +694,6 @@ void VerbsEndpoint::on_drained() {
 }
 
 void VerbsEndpoint::on_proof() {
-  crossed_ = true;
   if (proven_ || state_ != State::kOpen || failed_) return;
   proven_ = true;
   link_deadline_ns_ = kNever;
@@ -849,7 +849,7 @@ void VerbsEndpoint::on_deadline() {
     char seconds[32];
     std::snprintf(seconds, sizeof(seconds), "%g", fabric_.verbs_options().link_timeout_ms * 1e-3);
     end({Code::kUnavailable, link_text() + "; it did not come back within " + seconds + " s" +
-                                 (crossed_ ? std::string() : never_crossed())});
+                                 (acknowledged_ ? std::string() : never_acknowledged())});
     return;
   }
   if (state_ == State::kDraining) {

@@ -189,8 +189,8 @@ class VerbsEndpoint final : public Endpoint {
   uint32_t key(const RemoteSlice& remote) const { return remote.key[link_ % remote_.rails]; }
   std::string link_name() const;
   std::string link_text() const;
-  /// Of a link that is given up, and by which no message has ever come or gone.
-  std::string never_crossed() const;
+  /// Of a link that is given up, and by which this side has never got anything across.
+  std::string never_acknowledged() const;
   /// Of a connection that never was: `why` goes on from its name; both devices are told.
   std::string not_made(const std::string& why) const;
 
@@ -218,10 +218,11 @@ class VerbsEndpoint final : public Endpoint {
   uint32_t generation_ = 0;
   bool local_ready_ = false;
   bool remote_ready_ = false;
-  bool failed_ = false;   ///< the queue pair is in ERR
-  bool fatal_ = false;    ///< and its device may flush nothing of it
-  bool proven_ = true;    ///< something has crossed the link since it was last made
-  bool crossed_ = false;  ///< something has ever crossed it
+  bool failed_ = false;  ///< the queue pair is in ERR
+  bool fatal_ = false;   ///< and its device may flush nothing of it
+  bool proven_ = true;   ///< something has crossed the link since it was last made
+  /// The peer's device has ever acknowledged something. What it sends may come while it does not.
+  bool acknowledged_ = false;
   uint32_t strikes_ = 0;  ///< sequence failures since a write last got across
   std::string broken_why_;
   std::string rebuild_why_;  ///< why the last attempt to make it work again failed
