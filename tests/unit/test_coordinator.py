@@ -1097,6 +1097,13 @@ def made_means(job: Job) -> list[Mean]:
     return [d for d in told if isinstance(d, Mean)]
 
 
+def check_counted_once(made: list[Mean]) -> None:
+    """Every step has one mean, and no gradient is in two."""
+    assert [d.step for d in made] == [*range(len(made))]
+    counted = [gradient for d in made for gradient in d.gradients]
+    assert len(counted) == len({*map(str, counted)}), "a gradient counted twice"
+
+
 def means(job: Job) -> list[tuple[int, list[int]]]:
     return [(d.step, [g.worker for g in d.gradients]) for d in made_means(job)]
 
@@ -1613,9 +1620,7 @@ def test_no_history_of_losses_stops_a_job_that_waits(policy, seed):
     assert job.membership.failure is None
     made = made_means(job)
     assert len(made) >= before + 3
-    assert [d.step for d in made] == [*range(len(made))]
-    counted = [gradient for d in made for gradient in d.gradients]
-    assert len(counted) == len({*map(str, counted)}), "a gradient counted twice"
+    check_counted_once(made)
     quorum = policy.complete(3).quorum(3)
     newest = dict.fromkeys(range(3), 0)
     for d in made:
@@ -1954,9 +1959,7 @@ def test_no_history_of_those_who_come_and_are_lost_stops_a_job_that_grows(policy
     assert job.membership.failure is None
     made = made_means(job)
     assert len(made) >= before + 3
-    assert [d.step for d in made] == [*range(len(made))]
-    counted = [gradient for d in made for gradient in d.gradients]
-    assert len(counted) == len({*map(str, counted)}), "a gradient counted twice"
+    check_counted_once(made)
     assert {gradient.worker for gradient in made[-1].gradients} == {0, 1, 2} or policy != WAITING
     newest: dict[int, int] = {}
     for d in made:
