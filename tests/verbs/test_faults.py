@@ -80,7 +80,8 @@ def test_a_firewall_that_drops_what_the_devices_send_is_suspected(job: Job) -> N
             assert worker.wait(60) == 3, worker.output
             worker.wait_for(
                 rf"^failed UNAVAILABLE: lost the data connection to server 0 \(\S+\): {BETWEEN_BOTH}"
-                r".*did not answer.*did not come back within 2 s; nothing that this side sent was ever acknowledged .*: "
+                r".*did not answer.*did not come back within 2 s; "
+                r"nothing that this side sent was ever acknowledged .*: "
                 r"does a firewall drop what RoCE sends, to UDP port 4791\?"
             )
 
