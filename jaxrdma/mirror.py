@@ -25,7 +25,7 @@ from jaxrdma.checkpoint import Bytes
 from jaxrdma.control import Keeps
 from jaxrdma.errors import JaxRdmaError
 from jaxrdma.memory import SLOTS_PER_WORKER
-from jaxrdma.native import TransportArguments, flow_spec, raise_for, shard_views
+from jaxrdma.native import ShardViews, TransportArguments, flow_spec, raise_for
 from jaxrdma.plan import ITEM_BYTES, Plan
 from jaxrdma.update import ServerUpdate
 
@@ -205,7 +205,6 @@ class Keeper:
         self._plans: dict[int, Plan] = {}
         self._updates: dict[int, ServerUpdate] = {}
         self.parts: dict[int, Part] = {}  # by model
-        self._known_views: dict[tuple[int, str], tuple[Any, ...]] = {}
         # Held while a step is made: what is asked for then is the version before or the one after.
         self._lock = threading.Lock()
         self._frozen = False
@@ -221,6 +220,7 @@ class Keeper:
                 **options,
             )
         )
+        self._shard_views = ShardViews(self._engine)
         raise_for(self._engine.admit(0, keeps.incarnation, keeps.token))
         self.address = self._engine.address
         self._thread = threading.Thread(target=self._run, name="jaxrdma-keeper", daemon=True)
@@ -292,8 +292,4 @@ class Keeper:
         raise_for(self._engine.publish(self._models.index(flow), step))
 
     def _views(self, flow: int, what: str) -> tuple[Any, ...]:
-        key = flow, what
-        if key not in self._known_views:
-            number = self._models.index(flow)
-            self._known_views[key] = shard_views(self._engine, number, self._plans[flow], what)
-        return self._known_views[key]
+        return self._shard_views.get(self._models.index(flow), self._plans[flow], what)

@@ -115,6 +115,21 @@ def shard_views(
     return tuple(views)
 
 
+class ShardViews:
+    """`shard_views` of the flows of a server, each made once: what is viewed stays where it is."""
+
+    def __init__(self, engine: _native.ServerEngine) -> None:
+        self._engine = engine
+        self._made: dict[tuple[int, str], tuple[NDArray[Any], ...]] = {}
+
+    def get(self, flow: int, plan: Plan, what: str) -> tuple[NDArray[Any], ...]:
+        """As `shard_views`; `plan` is that of `flow`."""
+        key = flow, what
+        if key not in self._made:
+            self._made[key] = shard_views(self._engine, flow, plan, what)
+        return self._made[key]
+
+
 def flow_spec(flow: int, mode: str, plan: Plan, held: int = 0) -> _native.FlowSpec:
     """The native half of `plan`. `mode`, `held`: as in `control.FlowProposal`."""
     wire = plan.wire

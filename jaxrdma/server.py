@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from jaxrdma import _native
     from jaxrdma.metrics import Endpoint, ServerMetrics
     from jaxrdma.mirror import Copier, Keeper, Part
-    from jaxrdma.native import TransportArguments
+    from jaxrdma.native import ShardViews, TransportArguments
     from jaxrdma.update import ServerUpdate
 
 # A worker's goodbye travels by the coordinator, the end of its data connection directly: so long may the goodbye be
@@ -134,7 +134,6 @@ class _Server:
         self._plans: dict[int, Plan] = {}
         self._updates: dict[int, ServerUpdate] = {}
         self._parts: dict[int, Part] = {}  # of the models of which there are updates
-        self._views: dict[tuple[int, str], tuple[Any, ...]] = {}
         # With replicate: who has a copy of what lies here, and the copy of what lies elsewhere.
         self._copier: Copier | None = None
         self._keeper: Keeper | None = None
@@ -156,6 +155,7 @@ class _Server:
         self._averages: dict[int, int] = {}  # by model, which one is its averages
         self._last_saves: dict[int, SaveAt] = {}  # that wait for those means
         self._made: _native.ServerEngine | None = None
+        self._shard_views: ShardViews | None = None
         self._locked: Locked | None = None  # over verbs
         incarnation = self._incarnation = secrets.randbits(63)
         self._client = ControlClient(
@@ -238,7 +238,7 @@ class _Server:
                     return code
 
     def _make_engine(self, roster: Roster) -> "_native.ServerEngine":
-        from jaxrdma.native import native_error
+        from jaxrdma.native import ShardViews, native_error
 
         spec = self._spec
         options, self._locked = transport.prepare(
@@ -266,6 +266,7 @@ class _Server:
             # Another server may have taken the port since we looked: they listen when everybody is there.
             error = native_error(made)
             raise type(error)(f"{error}{listener(port) if port else ''}")
+        self._shard_views = ShardViews(made)
         return made
 
     def _replicate(self, keeps: control.Keeps, options: "TransportArguments") -> None:
@@ -620,12 +621,8 @@ class _Server:
 
     def views(self, flow: int, what: str) -> tuple[Any, ...]:
         """NumPy views of this server's piece of each leaf, empty where it holds nothing of a leaf. Made once."""
-        from jaxrdma.native import shard_views
-
-        key = flow, what
-        if key not in self._views:
-            self._views[key] = shard_views(self._engine, flow, self._plans[flow], what)
-        return self._views[key]
+        assert self._shard_views is not None, "there are views once there is an engine"
+        return self._shard_views.get(flow, self._plans[flow], what)
 
     # --- the copies ---
 

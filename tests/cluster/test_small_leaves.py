@@ -4,9 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import optax
 import pytest
 
 from jaxrdma.plan import assign_partitions, describe_leaves
@@ -34,14 +32,9 @@ def by_numpy(steps: int) -> dict[str, np.ndarray]:
 def by_optax(way: str, steps: int) -> dict[str, np.ndarray]:
     """Parameters after steps of one process."""
     update = small.UPDATES[way]()
+    apply = small.optax_step(update)
     params: Any = small.parameters()
     state = update.init(params)
-
-    @jax.jit
-    def apply(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = update.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     for step in range(steps):
         params, state = apply(params, state, small.mean(params, WORKERS, step))
     return {name: np.asarray(leaf, np.float64) for name, leaf in params.items()}

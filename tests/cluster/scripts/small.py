@@ -5,6 +5,7 @@ wherever its job begins.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,6 +77,17 @@ def mean(params: Any, workers: int, step: int) -> Any:
     }
 
 
+def optax_step(update: optax.GradientTransformation) -> Callable[[Any, Any, Any], Any]:
+    """A step of one process: parameters and state, and the next ones."""
+
+    @jax.jit
+    def apply(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = update.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return apply
+
+
 def main() -> None:
     """Train one model for each way."""
     out, ways, until = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
@@ -107,14 +119,9 @@ def train(session: jaxrdma.Session, way: str, until: int) -> Any:
 def average(session: jaxrdma.Session, until: int) -> Any:
     """Each worker with its own update."""
     update = optax.chain(jaxrdma.average_gradients(session), UPDATES["sgd"]())
+    apply = optax_step(update)
     params = parameters()
     state = update.init(params)
-
-    @jax.jit
-    def apply(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = update.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     for step in range(until):
         params, state = apply(params, state, gradient(params, session.index, step))
     return params
