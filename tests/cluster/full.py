@@ -16,7 +16,9 @@ Usage, from any folder:
   python tests/cluster/full.py stops     SIGSTOP of a worker for 60 s, then SIGCONT, under every policy
   python tests/cluster/full.py leaves    every kind of leaf, one of 512 MiB; needs 20 GiB of memory
   python tests/cluster/full.py embedding 5 million rows of 64 columns, of which 3 workers touch 1 % each in a step
-Options: --times N instead of 20 (or of all orders), --delay S instead of 20, --jobs N at a time, --seed N.
+  python tests/cluster/full.py large     a leaf of 5 GiB float32, of one worker; says first how much memory it needs
+Options: --times N instead of 20 (or of all orders), --delay S instead of 20, --jobs N at a time, --seed N; of large
+--gib G instead of 5, --dtype bfloat16 (5 GiB are more than 2**31 elements then), --servers N instead of 1.
 """
 
 import argparse
@@ -39,8 +41,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.cluster.blame import check_all_name, error_of
 from tests.cluster.job import Job
+from tests.cluster.scripts.large import BITS
 from tests.cluster.test_embedding import train_rows
 from tests.cluster.test_kill import VICTIMS, kill_at_random_step
+from tests.cluster.test_large import check_room, train_large
 from tests.cluster.test_leaves import train_every_leaf
 from tests.cluster.test_many import check_flat, come_and_go, follow_and_leave, serve_many
 from tests.cluster.test_one_core import train_on_one_core
@@ -85,7 +89,14 @@ def struck(
     return Case(role, victim, lambda job: run(job, victim, random.Random(seed)))
 
 
-def cases_of(what: str, times: int | None, delay: float, chance: random.Random) -> list[Case]:
+def cases_of(
+    what: str,
+    times: int | None,
+    delay: float,
+    chance: random.Random,
+    leaf: tuple[float, str],
+) -> list[Case]:
+    """`leaf`: GiB and type of the large one."""
     if what == "orders":
 
         def ordered(order: tuple[str, ...], seed: int) -> Case:
@@ -148,6 +159,14 @@ def cases_of(what: str, times: int | None, delay: float, chance: random.Random) 
             return time.monotonic() - begin
 
         return [Case("embedding", "5,000,000 rows of 64 columns", rows)] * (times or 1)
+
+    if what == "large":
+        gib, dtype = leaf
+        size = int(gib * 2**30)
+        name = f"{gib:g} GiB of {dtype}"
+        return [Case("large", name, lambda job: train_a_large_leaf(job, size, dtype))] * (
+            times or 1
+        )
 
     if what == "stops":
         return [
@@ -270,6 +289,18 @@ def more_and_more(job: Job) -> float:
     return time.monotonic() - begin
 
 
+def train_a_large_leaf(job: Job, size: int, dtype: str) -> float:
+    """One leaf of so many bytes, compared whole; the seconds that it took. What it had resident is told."""
+    begin = time.monotonic()
+    check_room(size, dtype, job.servers)
+    peaks = train_large(job, size, dtype, limit_s=3600)
+    print(job.output("worker 0"), end="")
+    for name, most in peaks.items():
+        copies = most / size
+        print(f"{name}: at most {most / 2**30:.2f} GiB resident, {copies:.2f} times the leaf")
+    return time.monotonic() - begin
+
+
 def train_on_devices(job: Job, cores: int) -> float:
     """1000 steps of two workers of 8 devices each, on so many cores; the seconds that it took."""
     begin = time.monotonic()
@@ -338,18 +369,23 @@ def main() -> int:
         "leaves",
         "stops",
         "embedding",
+        "large",
     ]
     parser.add_argument("what", choices=doings)
     parser.add_argument("--times", type=int)
     parser.add_argument("--delay", type=float, default=20.0)
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    parser.add_argument("--gib", type=float, default=5.0)
+    parser.add_argument("--dtype", choices=BITS, default="float32")
+    parser.add_argument("--servers", type=int, default=1)
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     mark = os.environ[MARK] = uuid.uuid4().hex
-    cases = cases_of(args.what, args.times, args.delay, random.Random(args.seed))
+    chance, leaf = random.Random(args.seed), (args.gib, args.dtype)
+    cases = cases_of(args.what, args.times, args.delay, chance, leaf)
     sizes = {"one-core": (1, 2), "devices": (1, 2), "soak": (2, 3), "stops": (2, 3)}
-    sizes |= {"embedding": (2, 3)}
+    sizes |= {"embedding": (2, 3), "large": (args.servers, 1)}
     workers = sizes.get(args.what, (2, 2))
     at_once = args.jobs or (3 if args.what == "orders" else 1)
     with ThreadPoolExecutor(at_once) as pool:
