@@ -8,29 +8,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.cluster.job import Job
 from tests.cluster.scripts.large import AFTER
 
 SHORT_BYTES = 24 << 20
 
-# Most that a process of each role has ever resident, as measured: so many times what it holds of the leaf, and beside.
-COPIES = {"worker": 4.0, "server": 4.0}
-BESIDE_BYTES = 1 << 30
+# Most that a process has ever resident, as measured with 0.1 to 2.2 GiB: so many times what it holds of the leaf, and
+# beside. A worker has parameters and gradients; a server parameters, sums, and what the update makes. Of 16 bits, sums
+# take twice as much, and are rounded before the update.
+WORKER_COPIES = 2.1
+SERVER_COPIES = {"float32": 3.1, "bfloat16": 5.1, "float16": 5.1}
+BESIDE_BYTES = 1 << 29
 
 
 def needed(size: int, dtype: str, servers: int) -> dict[str, int]:
     """By role, the memory of all its processes together, in bytes, for a leaf of `size` bytes."""
-    sums = 1 if dtype == "float32" else 2  # of 16 bits, gradients are added up in float32
     return {
-        "worker": int(COPIES["worker"] * size) + BESIDE_BYTES,
-        "servers": int((COPIES["server"] - 1 + sums) * size) + servers * BESIDE_BYTES,
+        "worker": int(WORKER_COPIES * size) + BESIDE_BYTES,
+        "servers": int(SERVER_COPIES[dtype] * size) + servers * BESIDE_BYTES,
     }
 
 
 def check_room(size: int, dtype: str, servers: int) -> None:
-    """Say how much memory a leaf of `size` bytes needs, and refuse where there is less, or a type has no room for it."""
+    """Say how much memory a leaf of `size` bytes needs; refuse one that finds less, or is too long for the script."""
     most = (2**32 - AFTER) * (4 if dtype == "float32" else 2)
     assert size <= most, f"{size} bytes: at most {most}, so that an index of {dtype} is a uint32"
     need = needed(size, dtype, servers)
@@ -77,12 +78,9 @@ def peak(pid: int) -> int:
     return int(kib) << 10
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_element_of_a_large_leaf_is_that_of_float64(
-    make_job: Callable[..., Job], dtype: str
-) -> None:
+def test_each_element_of_a_large_leaf_is_that_of_float64(make_job: Callable[..., Job]) -> None:
     servers = 2
-    peaks = train_large(make_job(servers, 1), SHORT_BYTES, dtype, 100)
-    foretold = needed(SHORT_BYTES, dtype, servers)
+    peaks = train_large(make_job(servers, 1), SHORT_BYTES, "float32", 100)
+    foretold = needed(SHORT_BYTES, "float32", servers)
     assert peaks["worker 0"] < foretold["worker"], peaks
     assert peaks["server 0"] + peaks["server 1"] < foretold["servers"], peaks
