@@ -3,7 +3,7 @@
 Needs the devices that tests/guest/ makes:
   python -m tests.guest run --time-limit 3000 -- .venv/bin/python tests/verbs/full.py WHAT
 WHAT is:
-  loss     100 steps of 1 MB on a cable that loses 0.5 %, then 3 % of the packets
+  loss     100 steps of 1 MB on a cable that loses 0.5 %, then 3 % of the packets; with --transport tcp, 1 %
   kills    kill -9 of a worker and of the server, 20 times each (--times N)
   cable    20 cuts of 0.3 to 3 s in one job (--times N)
   demo     one epoch of the digits, over tcp and over verbs: the same bits (--memory 6G: eight processes with JAX)
@@ -11,13 +11,17 @@ With TEST_TRANSPORT=verbs TEST_PATIENCE=5, tests/cluster/full.py kills and idle 
 """
 
 import argparse
+import contextlib
+import json
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.verbs.job import QUICK, Command, Job, plug_the_cable, pull_the_cable, run
+from tests.verbs.network import route_by_the_cable, undoing
 
 LOSS_S = 1500  # an idle emulated machine takes a tenth of it
 SOON_S = 30
@@ -34,20 +39,74 @@ LIGHT = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 SLOW_MACHINE = (f"XLA_FLAGS={LIGHT}", f"JAXRDMA_CONNECT_TIMEOUT={DEMO_S}")
 
 
-def lose(percent: float) -> float:
+@dataclass(frozen=True)
+class Loss:
+    """Where packets are lost, and how the engines are told to go there.
+
+    - `ends`: of the cable; what leaves by them is lost.
+    - `percents`: how much of it, a job each.
+    - `options`: of the engines.
+    """
+
+    ends: tuple[str, ...]
+    percents: tuple[float, ...]
+    options: tuple[str, ...]
+
+
+LOSSES = {
+    "verbs": Loss(("v0",), (0.5, 3.0), ()),
+    # Both ways, or the pulls would not be tried. A server that listens there is reached by the cable alone.
+    "tcp": Loss(("v0", "v1"), (1.0,), ("--transport", "tcp", "--listen", "10.88.0.2:0")),
+}
+
+
+@contextlib.contextmanager
+def lossy(ends: tuple[str, ...], percent: float) -> Iterator[None]:
+    """These ends of the cable lose packets, one by one: a segment of 64 KiB, which TCP leaves to a device to cut, would
+    be lost as one."""
+    undo = [
+        (f"tc qdisc del dev {end} root", f"ip link set {end} gso_max_segs 65535") for end in ends
+    ]
+    with undoing(*(command for pair in undo for command in pair)):
+        for end in ends:
+            run("ip", "link", "set", end, "gso_max_segs", "1")
+            run("tc", "qdisc", "add", "dev", end, "root", "netem", "loss", f"{percent}%")
+        yield
+
+
+def check_lost(end: str, percent: float, least: int) -> None:
+    """At least so many bytes left by this end of the cable, and about `percent` of the packets were lost there."""
+    command = ("tc", "-s", "-j", "qdisc", "show", "dev", end)
+    told = subprocess.run(command, check=True, timeout=20, capture_output=True, text=True)
+    (netem,) = [each for each in json.loads(told.stdout) if each["kind"] == "netem"]
+    through, lost = netem["packets"], netem["drops"]
+    share = 100 * lost / max(1, through + lost)
+    print(
+        f"{end}: {netem['bytes']} bytes in {through} packets, {lost} lost: {share:.2f} %",
+        flush=True,
+    )
+    assert netem["bytes"] >= least, f"{end}: {netem['bytes']} bytes went by it, not {least}"
+    assert percent / 2 < share < percent * 2, f"{end}: {share:.2f} % lost, not about {percent} %"
+
+
+def lose(percent: float, transport: str) -> float:
     """Seconds for 100 steps of a model of 1 MB on a cable that loses packets."""
+    loss, elements, steps = LOSSES[transport], 262144, 100
     job = Job()
-    run("tc", "qdisc", "add", "dev", "v0", "root", "netem", "loss", f"{percent}%")
-    try:
-        # Losses are repaired by the devices: nothing is to break.
-        _, workers = job.train("--elements", "262144", "--steps", "100", verbs=("retry_count=7",))
-        began = time.monotonic()
-        for worker in workers:
-            worker.finish("done", LOSS_S)
-        return time.monotonic() - began
-    finally:
-        job.end()
-        run("tc", "qdisc", "del", "dev", "v0", "root")
+    with route_by_the_cable(), lossy(loss.ends, percent):
+        try:
+            # Losses are repaired by the devices, or by TCP: nothing is to break.
+            sizes = ("--elements", str(elements), "--steps", str(steps))
+            _, workers = job.train(*sizes, *loss.options, verbs=("retry_count=7",))
+            began = time.monotonic()
+            for worker in workers:
+                worker.finish("done", LOSS_S)
+            seconds = time.monotonic() - began
+        finally:
+            job.end()
+        for end in loss.ends:
+            check_lost(end, percent, len(workers) * steps * elements * 4)
+        return seconds
 
 
 def kill(role: str, chance: random.Random) -> float:
@@ -138,12 +197,16 @@ def main() -> int:
     parser.add_argument("what", choices=("loss", "kills", "cable", "demo"))
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transport", choices=LOSSES, default="verbs", help="of loss")
     args = parser.parse_args()
     chance = random.Random(args.seed)
 
     groups: dict[str, list[Callable[[], float]]]
     if args.what == "loss":
-        groups = {f"{percent} % lost": [lambda p=percent: lose(p)] for percent in (0.5, 3.0)}
+        groups = {
+            f"{percent} % lost over {args.transport}": [lambda p=percent: lose(p, args.transport)]
+            for percent in LOSSES[args.transport].percents
+        }
     elif args.what == "kills":
         groups = {
             role: [lambda r=role: kill(r, chance)] * args.times for role in ("worker", "server")
