@@ -1,66 +1,152 @@
-"""Many small leaves against one large leaf of as many bytes.
+"""Many small leaves against one large leaf of as many bytes, and how much of the difference is JAX's.
 
     jaxrdma launch --workers 2 benchmarks/leaves.py
-    jaxrdma launch --workers 2 benchmarks/leaves.py 2000 1
+    jaxrdma launch --workers 2 benchmarks/leaves.py --leaves 2000 --kib 1 --json leaves.json
 
-Steps of both models in turn, in one job; arguments: how many leaves, and of how many KiB each. Worker 0 tells, of
-programs of one step, and of programs of several. The difference is what JAX does in Python, at each call of a program
-with side effects, for every array that goes in or comes out.
+In one job, in turn: calls of a jitted step of either model, and calls of a program that takes and gives back the same
+arrays, donated in the same way, and does nothing with them. That one has a side effect too, a custom call on one
+number: JAX calls programs with side effects in Python, which handles each array that goes in or comes out. What such a
+call takes is the limit: no transport could be faster. The same again with several steps in a program, by `lax.scan`,
+which JAX calls once. Worker 0 tells.
 """
 
+import argparse
+import json
+import os
+import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from rich.console import Console
+from rich.table import Table
 
 import jaxrdma
 
-CALLS = 60
-TOGETHER = 5  # steps of one program
+WARM_UP = 5  # calls that are not counted
+
+# state, gradients -> state
+Step = Callable[[Any, Any], Any]
 
 
-def train(state: Any, grads: Any, steps: int) -> Any:
-    """Some steps."""
-    if steps == 1:
-        return jaxrdma.ps_step(state, grads)
-    return jax.lax.scan(lambda s, _: (jaxrdma.ps_step(s, grads), None), state, length=steps)[0]
+def effect(number: jax.Array) -> jax.Array:
+    """What costs nothing and has a side effect in JAX's eyes: LAPACK's square root of a number, in its place."""
+    results = (jax.ShapeDtypeStruct((1, 1), np.float32), jax.ShapeDtypeStruct((), np.int32))
+    call = jax.ffi.ffi_call(
+        "lapack_spotrf_ffi", results, has_side_effect=True, input_output_aliases={0: 0}
+    )
+    return call(number, uplo=np.uint8(ord("L")))[0]
 
 
-def main() -> None:
-    """Measure."""
-    leaves = int(sys.argv[1]) if len(sys.argv) > 1 else 500
-    elements = 256 * (int(sys.argv[2]) if len(sys.argv) > 2 else 4)
-    shapes = {"many": [(elements,)] * leaves, "one": [(elements * leaves,)]}
+def nothing(state: Any, grads: Any) -> Any:
+    """A step that leaves the parameters where they are. The barrier keeps JAX from handing them past the program."""
+    number, params = state
+    number, params, _ = jax.lax.optimization_barrier((effect(number), params, grads))
+    return number, params
+
+
+def program(step: Step, steps: int) -> Step:
+    """So many steps, jitted; the state is donated."""
+
+    def run(state: Any, grads: Any) -> Any:
+        if steps == 1:
+            return step(state, grads)
+        return jax.lax.scan(lambda s, _: (step(s, grads), None), state, length=steps)[0]
+
+    return jax.jit(run, donate_argnums=0, keep_unused=True)
+
+
+def measure(session: jaxrdma.Session, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each number of steps in a program and each kind of step: milliseconds a step, medians, by model."""
+    elements = options.kib * 256
+    shapes = {"many": [(elements,)] * options.leaves, "one": [(elements * options.leaves,)]}
+    grads = {model: [jnp.zeros(shape) for shape in each] for model, each in shapes.items()}
+    states: dict[tuple[str, str], Any] = {}
+    for model, each in grads.items():
+        states["ps_step", model] = session.init(each, update=optax.sgd(1.0))
+        states["JAX alone", model] = jnp.ones((1, 1)), [jnp.zeros_like(leaf) for leaf in each]
+    jnp.linalg.cholesky(jnp.ones((1, 1)))  # JAX finds LAPACK when it is first used
+    kinds: dict[str, Step] = {"ps_step": jaxrdma.ps_step, "JAX alone": nothing}
+    rows: list[dict[str, Any]] = []
+    for steps in (1, options.together):
+        programs = {kind: program(step, steps) for kind, step in kinds.items()}
+        taken: dict[tuple[str, str], list[float]] = {subject: [] for subject in states}
+        for _ in range(WARM_UP + options.calls):
+            for kind, model in states:
+                begin = time.perf_counter()
+                state = programs[kind](states[kind, model], grads[model])
+                states[kind, model] = jax.block_until_ready(state)
+                taken[kind, model].append(time.perf_counter() - begin)
+        for kind in kinds:
+            many, one = (
+                statistics.median(taken[kind, model][WARM_UP:]) * 1e3 / steps for model in grads
+            )
+            rows.append({"steps": steps, "what": kind, "many_ms": many, "one_ms": one})
+    return rows
+
+
+def show(rows: list[dict[str, Any]], options: argparse.Namespace, load: float) -> None:
+    """The rows, and below each pair what is left without JAX."""
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    total = options.kib * options.leaves
+    table = Table(title=f"milliseconds a step, medians of {options.calls} calls")
+    titles = (f"{options.leaves} leaves of {options.kib} KiB", f"one of {total} KiB", "times")
+    table.add_column("what")
+    for title in ("steps a program", *titles):
+        table.add_column(title, justify="right")
+    for row in rows:
+        many, one = row["many_ms"], row["one_ms"]
+        numbers = f"{many:.2f}", f"{one:.2f}", f"{many / one:.1f}"
+        table.add_row(
+            row["what"], str(row["steps"]), *numbers, end_section=row["what"] != "ps_step"
+        )
+    console.print(table)
+    for step, alone in zip(rows[::2], rows[1::2], strict=True):
+        more = step["many_ms"] - step["one_ms"]
+        share = (alone["many_ms"] - alone["one_ms"]) / more
+        console.print(
+            f"{step['steps']} a program: of {more:.2f} ms that many leaves take more, {share:.0%} are JAX's own"
+        )
+    console.print(f"{os.cpu_count()} cores, load {load:.1f} before the first call")
+
+
+def main() -> int:
+    """Measure and show."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--leaves", type=int, default=500, help="default: %(default)s")
+    parser.add_argument("--kib", type=int, default=4, help="of each leaf; default: %(default)s")
+    parser.add_argument("--together", type=int, default=20, help="steps of a program; default: 20")
+    parser.add_argument("--calls", type=int, default=60, help="of each; default: %(default)s")
+    parser.add_argument(
+        "--json", type=Path, help="also write the rows, and where they were measured"
+    )
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
     with jaxrdma.connect() as session:
-        grads = {name: [jnp.zeros(shape) for shape in each] for name, each in shapes.items()}
-        states: dict[str, Any] = {
-            name: session.init(each, update=optax.sgd(1.0)) for name, each in grads.items()
-        }
-        texts = [
-            f"{compare(states, grads, steps)}, {steps} step{'s' * (steps > 1)} a program"
-            for steps in (1, TOGETHER)
-        ]
+        rows = measure(session, options)
     if session.index == 0:
-        print(f"{leaves} leaves of {elements // 256} KiB against one of as many bytes:")
-        print("\n".join(texts))
-
-
-def compare(states: dict[str, Any], grads: dict[str, Any], steps: int) -> str:
-    """Steps of both models, so many in one call; how long one of them takes."""
-    call = jax.jit(train, static_argnums=2, donate_argnums=0)
-    taken: dict[str, list[float]] = {name: [] for name in states}
-    for _ in range(CALLS):
-        for name in states:
-            begin = time.perf_counter()
-            states[name] = jax.block_until_ready(call(states[name], grads[name], steps))
-            taken[name].append(time.perf_counter() - begin)
-    many, one = (statistics.median(taken[name][5:]) * 1e3 / steps for name in ("many", "one"))
-    return f"{many:.1f} ms a step against {one:.1f}, {many / one:.1f} times"
+        show(rows, options, load)
+        if options.json is not None:
+            where = {
+                "jax": jax.__version__,
+                "python": platform.python_version(),
+                "cores": os.cpu_count(),
+                "load": load,
+                "workers": session.num_workers,
+                "servers": session.num_servers,
+            }
+            options.json.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
