@@ -851,7 +851,11 @@ class Session:
             failed = error is not None and not _is_clean_exit(error)
             if not failed and self._engine.status.ok:
                 self._await_programs()
-                self._engine.await_sent()
+                sent = self._engine.await_sent()
+                if sent.code == _native.Code.DEADLINE:  # it may have arrived, and count
+                    control.say_on_stderr(
+                        f"worker {self.index}: {sent.message}; it leaves the job all the same"
+                    )
             self._closed = True
         step.close_session(self.id)
         last_step = self._engine.stats().last_step

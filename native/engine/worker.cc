@@ -265,6 +265,7 @@ class Engine final : public WorkerEngine {
   Status stepped(const Operation& operation, Flow& flow, Status status);
   void write_done(size_t index, uint32_t slot);
   void sent(Server& server, uint32_t tag);
+  const Request* unsent() const;
   void violation(size_t index, const std::string& text);
   void lose(Status why);
   void give_up();
@@ -282,7 +283,9 @@ class Engine final : public WorkerEngine {
   /// All that was begun is done, and what is still to be sent of it is in the fabric's hands.
   bool idle() const {
     return std::all_of(active_.begin(), active_.end(),
-                       [](const Active& each) { return each.done && each.unsent == 0; });
+                       [](const Active& each) { return each.done; }) &&
+           std::all_of(servers_.begin(), servers_.end(),
+                       [](const Server& s) { return s.queue.empty(); });
   }
   void close_connections(const Status& why, bool flush);
   void pump(size_t index);
@@ -345,6 +348,8 @@ class Engine final : public WorkerEngine {
   bool sleeps_patiently_ = false;  ///< who leads, if it sleeps
   Wait wait_;                      ///< of who leads; not guarded
   bool handling_ = false;          ///< events_
+  Clock::time_point last_sent_;    ///< when a write was done last
+  size_t awaited_ = 0;             ///< threads that wait for what is done to be sent
   size_t borrowed_ = 0;            ///< slots that borrow, over fabrics where others hold a copy
   WorkerStats stats_;
   Recorder recorder_;
@@ -1159,6 +1164,7 @@ void Engine::answered_rows(size_t index, uint32_t tag, wire::Answer what, const 
   if (what == wire::Answer::kResultAndCredit && !credit(index, request.slot)) return;
   request.answered = true;
   Active* const active = request.active;
+  if (active->done) state_changed_.notify_all();  // what is answered has been sent, too
   if (request.sent) retire(server, tag);
   if (!status.ok() && active->failure.ok()) active->failure = status;
   --active->unanswered;
@@ -1693,12 +1699,13 @@ void Engine::write_done(size_t index, uint32_t slot_index) {
   Server& server = servers_[index];
   Slot& slot = server.slots[slot_index];
   slot.writing = false;
+  last_sent_ = Clock::now();
   if (slot.granted) server.free_slots.push_back(slot_index);
   Request& request = server.requests[slot.tag];
   // Once it has been sent and answered, its tag may be another's.
   if (request.slot == slot_index && request.live && !request.answered) {
     request.stage = Stage::kCompleted;
-    request.since = Clock::now();
+    request.since = last_sent_;
     recorder_.add(Stage::kCompleted, request.flow, request.step, request.partition,
                   static_cast<uint16_t>(index));
   }
@@ -1810,20 +1817,51 @@ void Engine::fail(Status why) {
   fabric_->wake();
 }
 
+/// Of a push that is done, a message that may not have been sent: neither its completion nor its
+/// answer has come. One that waits for its turn, if there is one; null: there is none.
+const Request* Engine::unsent() const {
+  const Request* found = nullptr;
+  for (const Server& server : servers_) {
+    for (const Request& request : server.requests) {
+      if (!request.live || request.sent || request.answered) continue;
+      if (request.active == nullptr || !request.active->done) continue;
+      if (request.stage == Stage::kQueued) return &request;
+      found = &request;
+    }
+  }
+  return found;
+}
+
 Status Engine::await_sent() {
   std::unique_lock guard(progress_lock_);
-  state_changed_.wait(guard, [this] {
-    const bool sent = std::none_of(active_.begin(), active_.end(),
-                                   [](const Active& each) { return each.done && each.unsent > 0; });
-    return sent || closing_ || !failure_.ok() || !loss_.ok();
-  });
+  const auto patience = std::chrono::milliseconds(options_.sent_timeout_ms);
+  auto since = Clock::now();
+  while (failure_.ok() && loss_.ok() && !closing_) {
+    const Request* missing = unsent();
+    if (missing == nullptr) return {};
+    const auto now = Clock::now();
+    since = std::max(since, last_sent_);
+    // Who has no turn may wait for other workers, as long as a step may take. A link that is broken
+    // is made anew, or its connection ends, within limits of the fabric's.
+    if (missing->stage == Stage::kQueued || !fabric_->trouble().empty()) since = now;
+    if (now - since >= patience) {
+      return Status(Code::kDeadline, "what was pushed to table '" +
+                                         flows_[missing->flow]->table->spec.name + "' in step " +
+                                         std::to_string(missing->step) +
+                                         " was posted, and is not known to have been sent");
+    }
+    ++awaited_;
+    state_changed_.wait_until(guard, since + patience);
+    --awaited_;
+  }
   return failure_.ok() ? loss_ : failure_;
 }
 
 size_t Engine::in_flight() const {
   std::lock_guard guard(progress_lock_);
-  return static_cast<size_t>(
-      std::count_if(active_.begin(), active_.end(), [](const Active& each) { return !each.done; }));
+  return static_cast<size_t>(std::count_if(
+      active_.begin(), active_.end(),
+      [this](const Active& each) { return !each.done || (awaited_ > 0 && each.unsent > 0); }));
 }
 
 std::vector<Pending> Engine::pending(size_t limit) const {
@@ -1838,7 +1876,8 @@ std::vector<Pending> Engine::pending(size_t limit) const {
         // Nor is a push that is done waited for, before somebody wants to know what it led to.
         const RowTable* table = flows_[request.flow]->table.get();
         const bool done = request.active != nullptr && request.active->done;
-        if (done && (table == nullptr || table->held.empty())) continue;
+        const bool awaited = awaited_ > 0 && !request.sent && !request.answered;
+        if (done && !awaited && (table == nullptr || table->held.empty())) continue;
         result.push_back({i, request.flow, request.step, request.partition, request.stage,
                           std::chrono::duration<double>(now - request.since).count()});
       }

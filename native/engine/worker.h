@@ -28,6 +28,9 @@ struct WorkerOptions {
   uint64_t incarnation = 0;
   fabric::TransportOptions transport;
   int spin_us = 0;  ///< how long the leading thread looks at most before it sleeps (wait.h)
+  /// `await_sent` gives up when nothing was sent for so long, all was posted and all connections
+  /// work.
+  int sent_timeout_ms = 10'000;
   size_t recorder_capacity = 1 << 14;
 };
 
@@ -148,9 +151,10 @@ class WorkerEngine {
   virtual void interrupt() = 0;
   /// Fails with kCancelled what waits for a version to follow. Later operations go well.
   virtual void stop_waiting() = 0;
-  /// Waits until all gradients of rows whose kPushRows is done have been sent, or it fails.
+  /// Waits until all gradients of rows whose kPushRows is done have been sent, or it fails. Ends
+  /// with kDeadline, and says what is missing, when nothing goes on (sent_timeout_ms).
   virtual Status await_sent() = 0;
-  /// Operations begun and not yet done.
+  /// Operations begun and not yet done; in `await_sent` those that it waits for, too.
   virtual size_t in_flight() const = 0;
   /// The longest-waiting first, at most `limit`.
   virtual std::vector<Pending> pending(size_t limit) const = 0;

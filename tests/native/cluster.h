@@ -80,6 +80,7 @@ class Cluster {
       options.incarnation = 100 + w;
       options.transport = next_transport();
       options.transport.fault = fault.of("worker", w);
+      options.sent_timeout_ms = 1000;
       auto worker = WorkerEngine::create(options);
       REQUIRE(worker.ok());
       workers_.push_back(worker.value());

@@ -4,8 +4,10 @@
 #include <doctest/doctest.h>
 
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -97,8 +99,8 @@ class Rows {
 /// Servers and workers that know a table.
 class Job {
  public:
-  Job(uint32_t servers, uint32_t workers, const TableSpec& spec)
-      : cluster_(servers, workers, striped(300, servers)) {
+  Job(uint32_t servers, uint32_t workers, const TableSpec& spec, const OrderedFault& fault = {})
+      : cluster_(servers, workers, striped(300, servers), fault) {
     for (uint32_t s = 0; s < servers; ++s) REQUIRE(cluster_.server(s).add_table(spec).ok());
     for (uint32_t w = 0; w < workers; ++w) REQUIRE(cluster_.worker(w).add_table(spec).ok());
   }
@@ -509,6 +511,60 @@ TEST_CASE("rows: who leaves after a push has given it") {
   Rows mine(job.worker(0), OperationKind::kPushRows, 0, {1}, floats(kColumns, 3.0f));
   REQUIRE(mine.wait().ok());
   CHECK(job.pull(0, 1, {1})[0] == doctest::Approx(before[0] - 0.125 * 2.0));
+}
+
+/// As `WorkerEngine::await_sent`; one that does not end is a failure, and ended.
+Status await_sent(WorkerEngine& engine) {
+  auto sent = std::async(std::launch::async, [&] { return engine.await_sent(); });
+  const auto limit = std::chrono::milliseconds(kTimeoutMs);
+  const bool ended = sent.wait_for(limit) == std::future_status::ready;
+  CHECK(ended);
+  if (!ended) engine.close();
+  return sent.get();
+}
+
+TEST_CASE("rows: who leaves does not wait for a completion that never comes") {
+  // The other worker has pushed, so that there is an answer, or has not.
+  for (const bool answered : {true, false}) {
+    CAPTURE(answered);
+    Job job(1, 2, spec_of(), {"worker 1", "swallowed 1"});
+    const auto before = job.pull(0, 0, {1});
+    Rows mine(job.worker(1), OperationKind::kPushRows, 0, {1, 900}, floats(2 * kColumns, 1.0f));
+    REQUIRE(mine.wait().ok());
+    Rows other(job.worker(0), OperationKind::kPushRows, answered ? 0 : 1, {1},
+               floats(kColumns, 3.0f));
+    CHECK(other.wait().ok() == answered);
+    const Status sent = await_sent(job.worker(1));
+    CAPTURE(sent.message());
+    CHECK(static_cast<int>(sent.code()) ==
+          static_cast<int>(answered ? Code::kOk : Code::kDeadline));
+    if (answered) {
+      CHECK(job.pull(0, 1, {1})[0] == doctest::Approx(before[0] - 0.125 * 2.0));
+    } else {
+      CHECK(sent.message().find("pushed to table 'words' in step 0 was posted") !=
+            std::string::npos);
+    }
+    job.server(0).mark_left(1);
+    job.worker(1).close();
+  }
+}
+
+TEST_CASE("rows: what waits to be sent is shown while it is waited for, and no longer than that") {
+  Job job(1, 1, spec_of(), {"worker 0", "withheld 1"});
+  Rows push(job.worker(0), OperationKind::kPushRows, 0, {1}, floats(kColumns, 1.0f));
+  REQUIRE(push.wait().ok());
+  CHECK(job.worker(0).in_flight() == 0);
+  CHECK(job.worker(0).pending(10).empty());
+  std::thread leaves([&] {
+    CHECK(static_cast<int>(await_sent(job.worker(0)).code()) == static_cast<int>(Code::kDeadline));
+  });
+  while (job.worker(0).in_flight() == 0) std::this_thread::yield();
+  const std::vector<Pending> pending = job.worker(0).pending(10);
+  leaves.join();
+  REQUIRE(pending.size() == 1);
+  CHECK(pending[0].flow == kTable);
+  CHECK(static_cast<int>(pending[0].stage) == static_cast<int>(Stage::kPosted));
+  CHECK(job.worker(0).in_flight() == 0);
 }
 
 TEST_CASE("rows: it is told whose push is lacking, and that it left") {
