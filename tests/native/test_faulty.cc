@@ -101,6 +101,24 @@ TEST_CASE("tcp: a completion that never comes leaves an answered request posted"
   CHECK(steps.cluster.server(1).lacking(16).empty());
 }
 
+TEST_CASE("a worker whose completion never comes closes within the close time limit") {
+  Steps steps({"worker 1", "swallowed 7"});
+  steps.begin(0);
+  REQUIRE(steps.end());
+  steps.begin(1);
+  // Where it has a copy of what is sent, the worker has the mean; else it waits until it closes.
+  if (transport() == "verbs") REQUIRE(steps.end());
+  CHECK(eventually([&] {
+    return steps.cluster.worker(1).transport().ends_with("with a fault to order, which has come");
+  }));
+  CHECK(eventually([&] { return steps.calls[0]->ended(); }));
+  const auto began = std::chrono::steady_clock::now();
+  steps.cluster.worker(1).close();
+  const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - began;
+  CHECK(took.count() < fabric::Options().close_timeout_ms + 1000);
+  CHECK(steps.calls[1]->ended());
+}
+
 TEST_CASE("an answer that is lost is waited for by one worker, and lacked by no server") {
   Steps steps({"server 0", "lost 2"});
   steps.begin(0);

@@ -104,7 +104,9 @@ void FaultyEndpoint::close(Status why, bool flush) {
 
 bool FaultyFabric::strikes_sent(size_t bytes) {
   const bool of_sent = fault_.kind != Kind::kDuplicated && fault_.kind != Kind::kUncredited;
-  return of_sent && bytes > kSmall && ++sent_ == fault_.nth;
+  const bool strikes = of_sent && bytes > kSmall && ++sent_ == fault_.nth;
+  struck_ = struck_ || strikes;
+  return strikes;
 }
 
 // ---- What comes.
@@ -132,6 +134,7 @@ bool FaultyFabric::poll(std::vector<Event>& events) {
     } else if (event.kind == Event::Kind::kReceived && event.bytes > kSmall) {
       if (++received_ < fault_.nth) continue;
       uncredited_ = fault_.kind == Kind::kUncredited;
+      struck_ = struck_ || uncredited_ || fault_.kind == Kind::kDuplicated;
       if (received_ > fault_.nth || fault_.kind != Kind::kDuplicated) continue;
       events.insert(events.begin() + static_cast<ptrdiff_t>(i++), Event(event));
     }

@@ -73,7 +73,9 @@ class FaultyFabric final : public Fabric {
       : inner_(std::move(inner)), fault_(fault) {}
 
   const char* name() const override { return inner_->name(); }
-  std::string describe() const override { return inner_->describe() + ", with a fault to order"; }
+  std::string describe() const override {
+    return inner_->describe() + ", with a fault to order" + (struck_ ? ", which has come" : "");
+  }
   std::string notice() const override { return inner_->notice(); }
   std::string trouble() const override { return inner_->trouble(); }
   uint64_t turned_away() const override { return inner_->turned_away(); }
@@ -108,6 +110,7 @@ class FaultyFabric final : public Fabric {
   std::vector<Event> made_up_;  ///< completions of writes that were lost
   std::optional<std::pair<EndpointId, RequestId>> swallowed_;  ///< whose completion never comes
   bool uncredited_ = false;
+  bool struck_ = false;  ///< the fault has come
   /// When what is held is let go, for `wait`, which has no lock. 0: nothing is held.
   std::atomic<int64_t> due_ns_{0};
 };
