@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -1554,6 +1554,8 @@ class Membership:
                     for m in self._of("worker")
                     if m.left and m.lost is None
                 ]
+                if flow.proposals[0].mode == "average":
+                    texts += _answered(number, stuck)
                 continue
             decided, holders = flow.aggregation.step, sorted(flow.holders)
             # A server tells the newest step of all its models: who is behind is behind in this one.
@@ -1870,6 +1872,20 @@ def _deserted(member: _Member, flow: int, waiting: str) -> str:
         f"{member.name} ({member.place}) {went}, {member.last}, and never called init "
         f"for model {flow}, for which {waiting} waits"
     )
+
+
+def _answered(flow: int, stuck: Sequence[_Member]) -> list[str]:
+    """Of what is averaged servers count no steps: but who is in one has had every answer to those before."""
+    waits = [(m, m.wait) for m in stuck if m.wait is not None and m.wait.flow == flow]
+    if not waits:
+        return []
+    ahead, latest = max(waits, key=lambda each: each[1].step)
+    return [
+        f"server {wait.server} has answered step {wait.step} of model {flow} to {ahead.name}: the answer to "
+        f"{member.name} is lost, or on its way"
+        for member, wait in waits
+        if wait.step < latest.step
+    ]
 
 
 def _list(names: list[str]) -> str:

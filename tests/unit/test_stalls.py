@@ -8,6 +8,7 @@ import pytest
 
 from jaxrdma.control import (
     IN_STEP,
+    FlowReady,
     GradientName,
     Heartbeat,
     JobFailed,
@@ -17,10 +18,10 @@ from jaxrdma.control import (
     Wait,
     Waiting,
 )
-from jaxrdma.policy import Async, Policy, SyncReplicas
+from jaxrdma.policy import Async, Policy, SyncReplicas, to_wire
 from jaxrdma.stalls import explain
 from jaxrdma.whereabouts import describe, whereabouts
-from tests.unit.test_coordinator import Job, shrinking
+from tests.unit.test_coordinator import Job, proposal, shrinking
 
 
 def standing(name: str, **facts) -> ProcessStatus:
@@ -207,6 +208,29 @@ def test_who_did_not_do_what_was_decided_or_told_nothing_of_a_gradient_is_named(
     beat(job, 40, (1, 1), **pushes)
     assert "has not made" not in job.failure.text
     assert "has not told" not in job.failure.text
+
+
+def test_an_answer_that_was_lost_is_known_by_who_had_it():
+    """Of what is averaged servers tell no step."""
+    job = started()
+    wire = to_wire(SyncReplicas().complete(2))
+    for worker in ("w0", "w1"):
+        job.say(worker, proposal(1, mode="average", policy=wire))
+    for server in ("s0", "s1"):
+        job.say(server, FlowReady(1))
+    alike, ahead = (
+        {
+            f"w{worker}": Heartbeat(step, IN_STEP, Wait(1, step, 1, 0, "completed"))
+            for worker, step in enumerate(steps)
+        }
+        for steps in ((4, 4), (5, 4))
+    )
+    beat(job, 12, (-1, -1), **alike)
+    assert "has answered" not in job.membership.notes[-1]
+    beat(job, 40, (-1, -1), **ahead)
+    assert job.membership.notes[-1].endswith(
+        ". server 1 has answered step 4 of model 1 to worker 0: the answer to worker 1 is lost, or on its way"
+    )
 
 
 def test_a_server_that_waits_for_one_who_left_is_seen_to():
