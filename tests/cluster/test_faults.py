@@ -197,7 +197,9 @@ def test_what_comes_twice_ends_the_job_and_names_whose_it_is(make_job: Callable[
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("fault", ["worker 1: delayed 23 1500", "worker 1: reordered 23"])
+@pytest.mark.parametrize(
+    "fault", ["worker 1: delayed 23 1500", "worker 1: reordered 23", *HARMLESS]
+)
 def test_what_comes_late_or_in_another_order_is_no_fault(
     make_job: Callable[..., Job], fault: str
 ) -> None:

@@ -1,12 +1,16 @@
 """All workers of a job in one process and without JAX, which takes long to import in a guest; else as `Session` is.
 
-Usage: drill.py, with the settings of a worker in the environment: its index is not looked at. Each exchanges means of
-one model, step after step, until the job ends, and then says "worker N: why".
+Usage: drill.py [STEPS [INDEX:FAULT]...], with the settings of a worker in the environment: its index is not looked at.
+Each exchanges means of one model, step after step, until the job ends, and then says "worker N: why"; or leaves after
+so many, and says "worker N: left" and what it saw. A FAULT is that of one worker: a job's setting is for one process.
 """
 
 import itertools
+import os
 import secrets
+import sys
 import threading
+import time
 
 import numpy as np
 
@@ -31,10 +35,17 @@ from jaxrdma.policy import SyncReplicas, to_wire
 LEAVES = [LeafSpec("b", (8,), "float32"), LeafSpec("w", (64, 64), "float32")]
 
 
+def say(text: str) -> None:
+    """A whole line, whatever other threads say."""
+    os.write(sys.stdout.fileno(), f"{text}\n".encode())
+
+
 class Worker:
     """One of them, on a thread of its own."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, steps: int | None, fault: str) -> None:
+        self._steps = steps
+        self._fault = fault
         self._spec = ClusterSpec.from_environment(index=index)
         self._incarnation = secrets.randbits(63)
         self._engine: _native.WorkerEngine | None = None
@@ -70,6 +81,7 @@ class Worker:
             addresses = [entry.address for entry in roster.servers]
             where = transport.place(spec, servers=addresses)
             options, _ = transport.prepare(spec, roster.transport, where, "what is on its way")
+            options = {**options, "fault": self._fault or options["fault"]}
             engine = raise_for(
                 _native.WorkerEngine.create(index, spec.job, self._incarnation, **options)
             )
@@ -86,7 +98,12 @@ class Worker:
             mine = [np.full(leaf.shape, 4.0**index, np.float32) for leaf in LEAVES]
             means = [np.empty_like(each) for each in mine]
             mean = sum(4.0**each for each in range(spec.num_workers)) / spec.num_workers
+            longest = 0.0
             for step in itertools.count():
+                if step == self._steps:
+                    self._leave(engine, step, longest)
+                    return
+                began = time.monotonic()
                 status = engine.run_operation(
                     _native.OperationKind.EXCHANGE,
                     0,
@@ -96,15 +113,30 @@ class Worker:
                     flow,
                 )
                 if not status.ok:
-                    print(f"worker {index}: {status.message}", flush=True)
+                    say(f"worker {index}: {status.message}")
                     break
                 assert all((each == mean).all() for each in means)
+                longest = max(longest, time.monotonic() - began)
             engine.close()
+
+    def _leave(self, engine: _native.WorkerEngine, steps: int, longest: float) -> None:
+        """As `Session.leave` does."""
+        began = time.monotonic()
+        self._client.leave(steps)
+        told = time.monotonic()
+        engine.close()
+        say(
+            f"worker {self._spec.index}: left after {steps} steps, the longest of {longest:.2f} s, "
+            f"told in {told - began:.2f} s, closed in {time.monotonic() - told:.2f} s; {engine.transport}"
+        )
 
 
 def main() -> None:
     """Until the job is over for each."""
-    workers = [Worker(index) for index in range(ClusterSpec.from_environment().num_workers)]
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    faults = dict(each.split(":", 1) for each in sys.argv[2:])
+    count = ClusterSpec.from_environment().num_workers
+    workers = [Worker(index, steps, faults.get(str(index), "")) for index in range(count)]
     threads = [threading.Thread(target=worker.run) for worker in workers]
     for thread in threads:
         thread.start()

@@ -1,4 +1,5 @@
-"""Faults to order over verbs: who waits for what is said, and then the job ends. tests/cluster/ has them all."""
+"""Faults to order over verbs, as tests/cluster/test_faults.py has them: who waits for what is said, and then the job
+ends; or nothing comes of them."""
 
 import re
 from collections.abc import Callable
@@ -20,6 +21,11 @@ FAULTS = {
         r"worker \d \(\S+, pid \d+\) has waited \d+ s in step \d+ of model 0, "
         r"longest for partition \d at server 0 \(queued\)"
     ),
+    "server 0: lost 40": (
+        r"worker \d \(\S+, pid \d+\) has waited \d+ s in step (?P<step>\d+) of model 0, "
+        r"longest for partition \d at server 0 \(completed\).*"
+        r"server 0 has answered step (?P=step) of model 0 to worker \d: the answer to worker \d is lost, or on its way"
+    ),
 }
 
 
@@ -37,3 +43,37 @@ def test_a_fault_is_named_and_the_deadline_ends_the_job(
     for name in codes:
         (text, *_) = re.findall(".*No step may take longer than .* 9 s", job.output(name))
         assert re.search(FAULTS[fault], text), text
+
+
+@pytest.mark.timeout(150)
+def test_what_comes_twice_ends_the_job_and_names_whose_it_is(make_job: Callable[..., Job]) -> None:
+    job = make_job(1, 2, fault="server 0: duplicated 9", partition_bytes=4096)
+    job.start_coordinator()
+    job.start_server(0)
+    job.start_worker(0, DRILL, name="workers")
+    codes = job.wait(120)
+    assert (codes["coordinator"], codes["server 0"]) == (1, 1), job.outputs()
+    for name in codes:
+        told = r"worker \d \(\S+\) broke the protocol towards server 0: .*slot"
+        assert re.search(told, job.output(name)), job.output(name)
+
+
+@pytest.mark.timeout(150)
+def test_what_is_late_or_overtaken_or_not_told_changes_no_number_and_keeps_nobody(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(1, 4, fault="server 0: delayed 110 1500", partition_bytes=4096, stall_warning=60)
+    job.start_coordinator()
+    job.start_server(0)
+    own = ("1:delayed 23 1500", "2:reordered 23", "3:swallowed 23")
+    job.start_worker(0, DRILL, 12, *own, name="workers")
+    job.succeed(120)
+    for index in range(4):
+        pattern = rf"worker {index}: left after 12 steps, the longest of (\S+) s, .*closed in (\S+) s; (.*)"
+        found = re.search(pattern, job.output("workers"))
+        assert found is not None, job.outputs()
+        assert found[3].startswith("verbs, ")
+        assert found[3].endswith("with a fault to order, which has come") == (index > 0)
+        assert float(found[1]) >= 1.5  # the means wait for what is late
+        # The fabric's limit is 2 s, and this is an emulated processor.
+        assert float(found[2]) < 6
