@@ -208,6 +208,7 @@ class WorkerEngine:
         verbs: VerbsOptions = ...,
         follows: bool = False,
         fault: str = "",
+        sent_timeout_ms: int = 10_000,
     ) -> WorkerEngine | Status: ...
     def connect(
         self, addresses: Sequence[str], tokens: Sequence[bytes], timeout_ms: int

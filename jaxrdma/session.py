@@ -571,7 +571,14 @@ class Session:
             transport.place(spec, servers=servers),
             f"what is on its way to {self.num_servers} servers",
         )
-        engine = _native.WorkerEngine.create(spec.index, spec.job, self._incarnation, **options)
+        engine = _native.WorkerEngine.create(
+            spec.index,
+            spec.job,
+            self._incarnation,
+            # A server that stands still for so long has been declared lost before, and the job has failed.
+            sent_timeout_ms=int((spec.heartbeat_timeout + 5) * 1000),
+            **options,
+        )
         return raise_for(engine)
 
     def _agree(

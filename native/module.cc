@@ -327,19 +327,21 @@ void bind_worker(nb::module_& m) {
           "create",
           [](uint32_t worker, std::string job, uint64_t incarnation, int spin_us,
              const std::string& transport, const fabric::VerbsOptions& verbs, bool follows,
-             const std::string& fault) {
+             const std::string& fault, int sent_timeout_ms) {
             WorkerOptions options;
             options.worker = worker;
             options.follows = follows;
             options.job = std::move(job);
             options.incarnation = incarnation;
             options.spin_us = spin_us;
+            options.sent_timeout_ms = sent_timeout_ms;
             options.transport = {transport, verbs, fault};
             return to_variant(WorkerEngine::create(std::move(options)));
           },
           nb::arg("worker"), nb::arg("job"), nb::arg("incarnation"), nb::arg("spin_us") = 0,
           nb::arg("transport") = "tcp", nb::arg("verbs") = fabric::VerbsOptions{},
-          nb::arg("follows") = false, nb::arg("fault") = "", Unlocked())
+          nb::arg("follows") = false, nb::arg("fault") = "",
+          nb::arg("sent_timeout_ms") = WorkerOptions{}.sent_timeout_ms, Unlocked())
       .def(
           "connect",
           [](WorkerEngine& self, const std::vector<std::string>& addresses,
