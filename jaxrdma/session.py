@@ -891,8 +891,10 @@ class Session:
         self._verdict.set()
         if threading.current_thread() is not self._monitor:
             self._monitor.join()
-        if failed or not self._engine.status.ok:
+        if failed:
             _settle_programs()
+        elif not self._engine.status.ok:
+            self._await_programs("the job had failed before the session was closed")
         self._end_signals()
         atexit.unregister(self._at_exit)
 
@@ -909,15 +911,13 @@ class Session:
         control.say_on_stderr(f"worker {self.index}: {text}{'; left the job' if leaves else ''}")
         return None if leaves else control.Failed("terminated", text)
 
-    def _await_programs(self) -> None:
-        """Waits for programs that were dispatched and not awaited, so that their pushes count."""
+    def _await_programs(self, what: str = "a step that nobody waited for failed") -> None:
+        """Waits for programs that were dispatched and not awaited, so that their pushes count. `what`: if one failed."""
         problem = _settle_programs()
         if problem is not None and not OrderlyEnd.told:  # or that is said in its place
             # JAX tells an error of each program that waited for a failed one; ours is the first cause of all.
             why = self._client.failure or str(problem).rpartition("jaxrdma: ")[2]
-            control.say_on_stderr(
-                f"worker {self.index}: a step that nobody waited for failed: {why}"
-            )
+            control.say_on_stderr(f"worker {self.index}: {what}: {why}")
 
 
 def _check_mesh(mesh: Mesh | None) -> None:

@@ -13,6 +13,9 @@ _LAST_LINE = re.compile(
     r"^(?:jax\.errors\.JaxRuntimeError|jaxrdma\.errors\.\w+): (.*)$", re.MULTILINE
 )
 
+# What processes print at their start. Over verbs: which device they take, and how much memory is locked.
+PROGRESS = r"jaxrdma: (?:model|have|waiting|worker \d+: verbs, |worker \d+ locks )"
+
 
 def check_all_name(
     job: Job, causes: str | tuple[str, ...], timeout: float, names: list[str] | None = None

@@ -1,15 +1,17 @@
 """Ends of a worker's program: what was pushed counts, and nothing hangs, however the program ends."""
 
+import os
 import re
 import signal
 from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.blame import check_all_name
-from tests.cluster.job import Job
+from tests.cluster.blame import PROGRESS, check_all_name
+from tests.cluster.job import SCRIPTS, TRANSPORT, Job
 
 STEPS = 20
+END_S = 5
 
 
 @pytest.mark.timeout(100)
@@ -19,6 +21,26 @@ def test_a_last_step_that_nobody_awaits_counts(make_job: Callable[..., Job], way
     job.succeed(60)
     check_counts(job)
     check_says_nothing(job)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("launched", [False, True], ids=["by-hand", "launched"])
+def test_after_the_last_step_all_end_with_0_within_5_seconds(
+    make_job: Callable[..., Job], launched: bool
+) -> None:
+    job, deeds = make_job(2, 2), [f"{worker}:{STEPS}:leave" for worker in range(2)]
+    if launched:
+        totals = ["--servers", "2", "--workers", "2", "--transport", TRANSPORT]
+        command = ["-m", "jaxrdma", "launch", *totals, str(SCRIPTS / "steps.py"), "8", *deeds]
+        job.spawn("launcher", command, dict(os.environ))
+        last = [("launcher", f"worker {worker}    | step {STEPS - 1}\n") for worker in range(2)]
+    else:
+        job.start("steps.py", 8, *deeds)
+        last = [(f"worker {worker}", f"step {STEPS - 1}\n") for worker in range(2)]
+    for name, text in last:
+        job.wait_for_output(name, text)
+    # What `succeed` allows is multiplied by the patience; no process may be left, says the fixture.
+    job.succeed(END_S)
 
 
 @pytest.mark.timeout(100)
@@ -33,10 +55,11 @@ def test_a_session_can_be_closed_twice_and_refuses_steps_afterwards(
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.parametrize("way", ["dead", "after"])
 def test_a_program_ends_although_its_last_step_can_never_be_answered(
-    make_job: Callable[..., Job],
+    make_job: Callable[..., Job], way: str
 ) -> None:
-    job = make_job(2, 2).start("ending.py", STEPS, "dead")
+    job = make_job(2, 2).start("ending.py", STEPS, way)
     job.wait_for_output("worker 0", "about to end")
     assert job.wait(15, ["worker 1"])["worker 1"] == -signal.SIGKILL
     check_all_name(job, "worker 1 .*died", 15, ["server 0", "server 1", "coordinator"])
@@ -60,9 +83,5 @@ def check_counts(job: Job) -> None:
 def check_says_nothing(job: Job) -> None:
     """Workers print nothing but what they wait for at the start."""
     for worker in ("worker 0", "worker 1"):
-        strange = [
-            line
-            for line in job.output(worker).splitlines()
-            if not re.match("jaxrdma: (have|model|waiting)", line)
-        ]
+        strange = [line for line in job.output(worker).splitlines() if not re.match(PROGRESS, line)]
         assert not strange, strange

@@ -1,9 +1,11 @@
 """A worker that ends in a way of its own. Usage: ending.py STEPS WAY; the session is never closed, but for "twice".
 
 Ways: jit (compiled steps, nobody awaits them), scan, eager, twice (closed twice, and used after), dead (worker 1 kills
-itself after STEPS steps, worker 0 ends with steps in flight that can never be answered).
+itself after STEPS steps, worker 0 ends with steps in flight that can never be answered), after (as dead, but worker 0
+waits until they have failed, and ends with one more).
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -39,15 +41,20 @@ elif way == "twice":
         jax.block_until_ready(step(state))
     except (jaxrdma.CancelledError, jax.errors.JaxRuntimeError) as error:
         print(f"refused: {error}", flush=True)
-elif way == "dead":
+elif way in ("dead", "after"):
     for _ in range(steps):
         state = step(state)
     jax.block_until_ready(state)
     print("about to end", flush=True)
     if session.index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    good = state
     for _ in range(steps):
         state = step(state)
+    if way == "after":
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.block_until_ready(state)
+        step(good)
     print("at the end", flush=True)
 else:
     one = step if way == "jit" else lambda state: jaxrdma.ps_step(state, state.params)
