@@ -4,6 +4,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,46 @@ def test_a_coordinator_behind_a_firewall_is_named_with_what_becomes_of_the_attem
     assert re.fullmatch(f"jaxrdma: waiting for {told}", waiting), waiting
     found = re.search(rf"server 0 gave up on {told}\. Is it started, and is JAXRDMA_COORD", ended)
     assert found and 7 <= int(found[1]) <= 9, ended
+
+
+def retransmitted() -> int:
+    """Segments that this machine, as it is to the other, has had to send again."""
+    names, values = (
+        line.split()
+        for line in Path("/proc/net/snmp").read_text().splitlines()
+        if line.startswith("Tcp:")
+    )
+    return int(values[names.index("RetransSegs")])
+
+
+def train_over_losses(
+    job: Job, namespace: Namespace, per_mille: int, size: int, steps: int, limit_s: float
+) -> float:
+    """Two workers here train a leaf of `size` bytes with a server there: right numbers, or the job says what it lacks.
+
+    **Returns:** the seconds of the steps.
+    """
+    job.start_coordinator(host=HERE)
+    job.start_server(0, "--listen", f"{THERE}:0", within=namespace.within)
+    with namespace.lossy(per_mille):
+        before = retransmitted()
+        for worker in range(2):
+            job.start_worker(worker, "running.py", "large", steps, size)
+        job.wait_for_output("worker 0", "step 1\n")
+        begin = time.monotonic()
+        job.succeed(limit_s)
+        seconds = time.monotonic() - begin
+        assert retransmitted() > before, "nothing was lost"
+    for worker in ("worker 0", "worker 1"):
+        assert job.output(worker).rstrip().endswith("done"), job.outputs()
+    last = job.output("server 0").splitlines()[-1]
+    assert f"accepted from worker 0: {steps}, worker 1: {steps}; 0 dropped" in last, last
+    return seconds
+
+
+def test_lost_packets_change_no_number(make_job: Callable[..., Job], namespace: Namespace) -> None:
+    job = make_job(1, 2, secret="secret")
+    train_over_losses(job, namespace, per_mille=10, size=4 << 20, steps=12, limit_s=80)
 
 
 def start_apart(job: Job, namespace: Namespace) -> None:

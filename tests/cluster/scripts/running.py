@@ -5,6 +5,7 @@ Usage: running.py WAY [ARGUMENT]...
   recreate STEPS        gradients in new arrays at each step, states donated, garbage collected in between
   sleeper STEPS PAUSE   worker 1 sleeps before each step; prints when each step began and ended
   push-and-die POLICY   worker 1 is killed between its push and its pull, in its fifth step
+  large STEPS BYTES     one leaf of so many bytes; says each step
   halves STEPS          gradients of 16 bits, which one process alone would get wrong
 """
 
@@ -115,6 +116,20 @@ def push_and_die(session: jaxrdma.Session, policy: str) -> None:
         number += 1
 
 
+def large(session: jaxrdma.Session, steps: int, size: int) -> None:
+    like = np.zeros(size // 4, np.float32)
+    state = session.init({"w": like}, update=optax.sgd(1.0))
+    step = jax.jit(jaxrdma.ps_step, donate_argnums=0)
+    grads = {"w": jnp.asarray(gradient(like, session.index, 0), jnp.float32)}
+    change = mean(like, session.num_workers, 0)  # its multiples are exact for thousands of steps
+    for number in range(1, steps + 1):
+        state = jax.block_until_ready(step(state, grads))
+        assert int(state.step) == number
+        np.testing.assert_array_equal(np.asarray(state.params["w"]), -number * change)
+        print("step", number, flush=True)
+    print("done", flush=True)
+
+
 def halves(session: jaxrdma.Session, steps: int) -> None:
     dtypes = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
     expected = {name: np.zeros(513, dtype) for name, dtype in dtypes.items()}
@@ -140,6 +155,8 @@ def main() -> None:
     with jaxrdma.connect() as session:
         if way == "push-and-die":
             push_and_die(session, arguments[0])
+        elif way == "large":
+            large(session, int(arguments[0]), int(arguments[1]))
         elif way == "sleeper":
             sleeper(session, int(arguments[0]), float(arguments[1]))
         else:
