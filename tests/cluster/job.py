@@ -74,7 +74,7 @@ class Job:
             self.start_worker(index, script, *args)
         return self
 
-    def start_coordinator(self, port: int = 0, host: str = "127.0.0.1") -> str:
+    def start_coordinator(self, port: int = 0, host: str = "127.0.0.1", **env: str) -> str:
         """The coordinator; returns its address."""
         reading, writing = os.pipe()
         try:
@@ -89,7 +89,7 @@ class Job:
                     "--report-fd",
                     str(writing),
                 ],
-                self._environment(None),
+                self._environment(None) | env,
                 pass_fds=(writing,),
             )
             os.close(writing)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.cluster.blame import check_all_name, error_of
-from tests.cluster.job import Job
+from tests.cluster.job import PATIENCE, Job
 
 SECONDS = 15  # from the death of one process to the end of all
 VICTIMS = {"worker": "worker 1", "server": "server 0", "coordinator": "coordinator"}
@@ -37,7 +37,7 @@ def test_the_death_of_a_process_is_named_by_all_others(
 
 @pytest.mark.timeout(110)
 def test_a_worker_that_stands_still_is_called_silent(make_job: Callable[..., Job]) -> None:
-    job = make_job(1, 2, heartbeat_timeout=3).start("steps.py", 8)
+    job = make_job(1, 2, heartbeat_timeout=3 * PATIENCE).start("steps.py", 8)
     job.wait_for_output("worker 1", "step 3\n")
     job.kill("worker 1", signal.SIGSTOP)
     check_all_name(job, "worker 1 .*silent for", SECONDS, ["worker 0", "server 0", "coordinator"])

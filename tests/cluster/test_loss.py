@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.job import SCRIPTS, Job
+from tests.cluster.job import PATIENCE, SCRIPTS, Job
 from tests.cluster.test_policies import lines, means, versions
 from tests.conftest import MARK, marked_processes
 
@@ -76,6 +76,20 @@ def test_a_mean_of_all_is_over_those_that_are_left(
 
 
 @pytest.mark.timeout(100)
+def test_servers_and_others_outlive_a_worker_that_raises(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, 3, partition_bytes=256)
+    job.start("policies.py", "sync:2", "v60,v60,!5", 0.02, 0.02, 0.02)
+    assert job.wait(SECONDS, ["worker 2"])["worker 2"] == 1, job.outputs()
+    check_ended_well(job, "worker 2")
+    cause = (
+        r"worker 2 \(.*\) raised: ValueError: the loss is not a number.*; the job goes on without"
+    )
+    assert re.search(cause, job.output("coordinator")), job.outputs()
+    for worker in (0, 1):
+        assert lines(job, worker)[-1]["after"] == 60
+
+
+@pytest.mark.timeout(100)
 def test_when_fewer_remain_than_a_mean_takes_the_job_ends_and_says_so(
     make_job: Callable[..., Job],
 ) -> None:
@@ -99,7 +113,7 @@ def test_when_fewer_remain_than_a_mean_takes_the_job_ends_and_says_so(
 def test_who_stands_still_too_long_is_left_out_and_told_so_when_it_wakes(
     make_job: Callable[..., Job],
 ) -> None:
-    job = make_job(1, 3, partition_bytes=256, heartbeat_timeout=3)
+    job = make_job(1, 3, partition_bytes=256, heartbeat_timeout=3 * PATIENCE)
     job.start("policies.py", "async", "v900", 0.02, 0.02, 0.02)
     job.wait_for_output("worker 0", '"batch": 15,')
     job.kill("worker 2", signal.SIGSTOP)

@@ -104,7 +104,7 @@ def test_who_comes_back_to_a_job_that_went_on_is_in_every_later_mean(
 def test_who_wakes_after_its_place_was_taken_does_no_harm_and_is_told(
     make_job: Callable[..., Job],
 ) -> None:
-    job = make_job(1, 2, partition_bytes=256, heartbeat_timeout=3)
+    job = make_job(1, 2, partition_bytes=256, heartbeat_timeout=3 * PATIENCE)
     work = ("policies.py", "sync:2:wait", "v60", 0.02, 0.02)
     job.start(*work)
     job.wait_for_output("worker 0", '"batch": 10,')

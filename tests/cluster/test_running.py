@@ -32,7 +32,7 @@ def times(job: Job, worker: str, what: str) -> list[float]:
 
 
 def test_nobody_is_ahead_of_a_worker_that_sleeps(make_job: Callable[..., Job]) -> None:
-    steps, pause = 8, 0.3
+    steps, pause = 6, 1.0
     job = make_job(2, 2).start("running.py", "sleeper", steps, pause)
     job.succeed(60)
     began, ended = times(job, "worker 1", "began"), times(job, "worker 0", "ended")

@@ -2,12 +2,14 @@
 
 import itertools
 import random
+import re
 import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.job import Job, free_address
+from tests.cluster.blame import check_all_name
+from tests.cluster.job import PATIENCE, Job, free_address
 
 MEMBERS = ("server 0", "server 1", "worker 0", "worker 1")
 ORDERS = tuple(itertools.permutations(MEMBERS))
@@ -79,3 +81,26 @@ def test_those_who_wait_say_for_whom(make_job: Callable[..., Job]) -> None:
     start_member(job, "worker 1")
     job.succeed(60)
     assert "50 steps in" in job.output("worker 1")
+
+
+@pytest.mark.timeout(110)
+def test_a_worker_that_never_comes_is_told_of_while_all_wait_and_named_at_the_end(
+    make_job: Callable[..., Job],
+) -> None:
+    job, limit = make_job(1, 3), 12 * PATIENCE
+    address = free_address()
+    job.at(address)
+    names = ["server 0", "worker 0", "worker 1"]
+    for name in names:
+        start_member(job, name)
+    for name in names:
+        job.wait_for_output(name, "waiting for the coordinator at ")
+    # All join at once, however long it took them to begin.
+    job.start_coordinator(int(address.rpartition(":")[2]), JAXRDMA_CONNECT_TIMEOUT=str(limit))
+    lacks = "have 2 of 3 workers and 1 of 1 server, waiting for worker 2, "
+    check_all_name(job, lacks, limit + 15, list(job.processes))
+    for name in job.processes:
+        told = [int(s) for s in re.findall(f"{lacks}(\\d+) s$", job.output(name), re.MULTILINE)]
+        # Every few seconds, and at the end.
+        assert len(told) >= 3, job.outputs()
+        assert all(after - before <= 8 * PATIENCE for before, after in itertools.pairwise(told))

@@ -3,6 +3,7 @@
 Usage: policies.py POLICY STEPS [PAUSE_S]... POLICY: sync:N, async, bounded:K, and :shrink or :wait after it. STEPS: how
 many batches each worker has; or, as v20, until which version it trains, or, as v@FILE, until the one that the file will
 have; one for all, or one for each worker by commas.
+Or, as !5, before which batch it raises.
 PAUSE_S: how long each worker sleeps before a step; left out: not at all.
 
 Every element of worker w's gradient is 4**w, and the servers do p -= gradient: what a version differs by from the one
@@ -59,7 +60,9 @@ def main() -> None:
     step = jax.jit(lambda state: jaxrdma.ps_step(state, gradient))
 
     for batch in itertools.count():
-        if (int(state.step) if wanted[0] == "v" else batch) >= end_of(wanted.lstrip("v")):
+        if wanted == f"!{batch}":
+            raise ValueError("the loss is not a number")
+        if (int(state.step) if wanted[0] == "v" else batch) >= end_of(wanted.lstrip("v!")):
             break
         time.sleep(pause)
         before = int(state.step)
