@@ -2,6 +2,9 @@
 
 Usage, from any folder:
   python tests/cluster/full.py orders    all 24 orders of starts, delays of 0 to 20 s, three jobs at a time
+  python tests/cluster/full.py late      servers that wait 60 s for their workers, and workers for their servers
+  python tests/cluster/full.py loss      200 MB of parameters, 2000 steps, 1 % of the packets lost (--times: steps); root
+  python tests/cluster/full.py interrupts   Ctrl-C at a random moment of each part of a worker's life, 20 times each
   python tests/cluster/full.py kills     kill -9 of a worker, a server, the coordinator, 20 times each
   python tests/cluster/full.py recover   kill -9 of the chief, another worker, a server, the coordinator, 20 times each:
                                          the job starts itself again; how long that takes, how many steps are lost;
@@ -30,9 +33,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -41,12 +44,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.cluster.blame import check_all_name, error_of
 from tests.cluster.job import Job
+from tests.cluster.namespace import make_namespace
 from tests.cluster.scripts.large import BITS
 from tests.cluster.test_embedding import train_rows
+from tests.cluster.test_interrupt import MOMENTS, interrupt_at
 from tests.cluster.test_kill import VICTIMS, kill_at_random_step
 from tests.cluster.test_large import check_room, train_large
 from tests.cluster.test_leaves import train_every_leaf
 from tests.cluster.test_many import check_flat, come_and_go, follow_and_leave, serve_many
+from tests.cluster.test_network import train_over_losses
 from tests.cluster.test_one_core import train_on_one_core
 from tests.cluster.test_rejoin import rejoin_at_random_step
 from tests.cluster.test_restarts import VICTIMS as LOST
@@ -58,11 +64,12 @@ from tests.cluster.test_restarts import (
 )
 from tests.cluster.test_several_devices import train as train_a_mesh
 from tests.cluster.test_soak import check_leaks, live_long
-from tests.cluster.test_start import ORDERS, run_in_order
+from tests.cluster.test_start import MEMBERS, ORDERS, run_in_order, start_member
 from tests.conftest import MARK, describe, marked_processes
 
 IDLE_S = 60
 STOPPED_S = 60
+LATE_S = 60
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Case:
     group: str
     name: str
     run: Callable[[Job], float | Recovery]
+    settings: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,20 @@ def cases_of(
             )
 
         return [ordered(order, chance.getrandbits(32)) for order in ORDERS[:times]]
+    if what == "late":
+        long = {"connect_timeout": 60 + LATE_S}
+        return [
+            Case("late", f"{first}s wait for {last}s", lambda job, r=first: come_late(job, r), long)
+            for first, last in (("server", "worker"), ("worker", "server"))
+        ] * (times or 1)
+    if what == "loss":
+        return [Case("loss", "1 %, 200 MB", lambda job: lose(job, times or 2000), {"secret": "s"})]
+    if what == "interrupts":
+        return [
+            struck(interrupt_at, moment, moment, chance.getrandbits(32))
+            for _ in range(times or 20)
+            for moment in MOMENTS
+        ]
     if what == "kills":
         return [
             struck(kill_at_random_step, role, victim, chance.getrandbits(32))
@@ -202,6 +224,26 @@ def cases_of(
         )
 
     return [one_core(number) for number in range(times or 20)]
+
+
+def come_late(job: Job, first: str) -> float:
+    """Who has the role `first` waits a minute for the others. Seconds from their start to the end of the training."""
+    job.at(job.start_coordinator())
+    for late in (False, True):
+        if late:
+            time.sleep(LATE_S)
+        begin = time.monotonic()
+        for name in MEMBERS:
+            if name.startswith(first) != late:
+                start_member(job, name)
+    job.succeed()
+    return time.monotonic() - begin
+
+
+def lose(job: Job, steps: int) -> float:
+    """Seconds of so many steps of 200 MB on a cable that loses 1 % of the packets."""
+    with make_namespace() as namespace:
+        return train_over_losses(job, namespace, 10, 200_000_000, steps, 60 + 60 * steps)
 
 
 WAITING = ("sync:3:wait", "bounded:2:wait")
@@ -333,7 +375,10 @@ def rest(job: Job) -> float:
 
 def run(case: Case, number: int, workers: tuple[int, int]) -> Outcome:
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, Job(Path(folder) / "job", *workers) as job:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Job(Path(folder) / "job", *workers, **case.settings) as job,
+    ):
         recovery = None
         try:
             measured, error = case.run(job), ""
@@ -357,6 +402,9 @@ def main() -> int:
     )
     doings = [
         "orders",
+        "late",
+        "loss",
+        "interrupts",
         "kills",
         "recover",
         "copies",
@@ -384,8 +432,16 @@ def main() -> int:
     mark = os.environ[MARK] = uuid.uuid4().hex
     chance, leaf = random.Random(args.seed), (args.gib, args.dtype)
     cases = cases_of(args.what, args.times, args.delay, chance, leaf)
-    sizes = {"one-core": (1, 2), "devices": (1, 2), "soak": (2, 3), "stops": (2, 3)}
-    sizes |= {"embedding": (2, 3), "large": (args.servers, 1)}
+    sizes = {
+        "one-core": (1, 2),
+        "devices": (1, 2),
+        "loss": (1, 2),
+        "interrupts": (1, 2),
+        "soak": (2, 3),
+        "stops": (2, 3),
+        "embedding": (2, 3),
+        "large": (args.servers, 1),
+    }
     workers = sizes.get(args.what, (2, 2))
     at_once = args.jobs or (3 if args.what == "orders" else 1)
     with ThreadPoolExecutor(at_once) as pool:
