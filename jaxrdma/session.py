@@ -912,7 +912,7 @@ class Session:
         return None if leaves else control.Failed("terminated", text)
 
     def _await_programs(self, what: str = "a step that nobody waited for failed") -> None:
-        """Waits for programs that were dispatched and not awaited, so that their pushes count. `what`: if one failed."""
+        """Waits for programs that nobody awaited, so that their pushes count. `what`: what is said if one failed."""
         problem = _settle_programs()
         if problem is not None and not OrderlyEnd.told:  # or that is said in its place
             # JAX tells an error of each program that waited for a failed one; ours is the first cause of all.

@@ -3,7 +3,7 @@
 Usage, from any folder:
   python tests/cluster/full.py orders    all 24 orders of starts, delays of 0 to 20 s, three jobs at a time
   python tests/cluster/full.py late      servers that wait 60 s for their workers, and workers for their servers
-  python tests/cluster/full.py loss      200 MB of parameters, 2000 steps, 1 % of the packets lost (--times: steps); root
+  python tests/cluster/full.py loss      200 MB of parameters, 2000 steps (--times), 1 % of the packets lost; root
   python tests/cluster/full.py interrupts   Ctrl-C at a random moment of each part of a worker's life, 20 times each
   python tests/cluster/full.py kills     kill -9 of a worker, a server, the coordinator, 20 times each
   python tests/cluster/full.py recover   kill -9 of the chief, another worker, a server, the coordinator, 20 times each:

@@ -79,6 +79,7 @@ def test_a_mean_of_all_is_over_those_that_are_left(
 def test_servers_and_others_outlive_a_worker_that_raises(make_job: Callable[..., Job]) -> None:
     job = make_job(2, 3, partition_bytes=256)
     job.start("policies.py", "sync:2", "v60,v60,!5", 0.02, 0.02, 0.02)
+    job.wait_for_output("worker 2", "ValueError: the loss is not a number")
     assert job.wait(SECONDS, ["worker 2"])["worker 2"] == 1, job.outputs()
     check_ended_well(job, "worker 2")
     cause = (
