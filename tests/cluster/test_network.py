@@ -63,7 +63,7 @@ def train_over_losses(
         before = retransmitted(namespace)
         for worker in range(2):
             job.start_worker(worker, "running.py", "large", steps, size)
-        job.wait_for_output("worker 0", "step 1\n")
+        job.wait_for_output("worker 0", "step 1\n", limit_s)
         begin = time.monotonic()
         job.succeed(limit_s)
         seconds = time.monotonic() - begin
