@@ -1,6 +1,7 @@
-"""Many workers in one process, a thread and a session each. Usage: many.py WORKERS STEPS.
+"""Many workers in one process, a thread and a session each; or one of many. Usage: many.py WORKERS STEPS [INDEX].
 
-They are spread over all devices: XLA has at most 32 programs of a device under way, and all here wait for each other.
+Threads are spread over all devices: XLA has at most 32 programs of a device under way, and all here wait for each
+other.
 Worker w's gradient at step s is a vector of w + s; the servers only form the mean.
 """
 
@@ -36,18 +37,18 @@ def train(index: int, workers: int, steps: int, seconds: list[float]) -> None:
 
 
 def main() -> None:
-    """All at the same time."""
+    """All at the same time, or the one that is asked for."""
     workers, steps = int(sys.argv[1]), int(sys.argv[2])
+    here = [int(index) for index in sys.argv[3:]] or range(workers)
     seconds: list[float] = []
     threads = [
-        threading.Thread(target=train, args=(index, workers, steps, seconds))
-        for index in range(workers)
+        threading.Thread(target=train, args=(index, workers, steps, seconds)) for index in here
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(seconds) == workers, "a worker failed"
+    assert len(seconds) == len(here), "a worker failed"
     print(f"{workers} workers, {max(seconds) / steps * 1e3:.2f} ms for each of {steps} steps")
 
 
