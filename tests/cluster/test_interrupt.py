@@ -123,10 +123,12 @@ def interrupt_at(job: Job, moment: str, chance: random.Random) -> float:
     if moment == "begins":
         return raised  # it may not have joined: then nobody knows of it
     cause, others = "worker 0 .*was: interrupted", ["worker 1", "server 0", "coordinator"]
-    if "ends\n" in job.output(
-        "worker 0"
-    ):  # who has left the job before may be the last that it needs
-        others = [name for name, code in job.wait(15, others).items() if code != 0]
+    codes = job.wait(15, others)
+    if "ends\n" in job.output("worker 0"):
+        # Who has left the job before may be the last that it needs.
+        others = [name for name in others if codes[name] != 0]
+    elif "ends\n" in job.output("worker 1"):
+        others.remove("worker 1")  # all its steps had been made
     check_all_name(job, cause, 15, others)
     return raised
 
