@@ -46,6 +46,8 @@ def check_values(job: Job, found: dict[int, tuple[int, ...]]) -> None:
     expected = -np.cumsum([0.0, *gradients])  # by version
     for worker in range(job.workers):
         for line in lines(job, worker):
+            if line["after"] >= len(expected):
+                continue  # of what came after the end nobody may have seen every version
             np.testing.assert_allclose(line["values"], expected[line["after"]], rtol=1e-6)
 
 

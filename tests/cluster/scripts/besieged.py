@@ -12,6 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 import model
+from followed import stops
 
 import jaxrdma
 
@@ -22,7 +23,7 @@ def main() -> None:
     with jaxrdma.connect() as session:
         state = session.init(model.parameters(), update=model.OPTIMISERS["momentum"]())
         step = jax.jit(jaxrdma.ps_step)
-        while not stop.exists() or int(state.step) < int(stop.read_text()):
+        while not stops(stop, session.index, int(state.step)):
             time.sleep(0.01)  # a step takes a while, so that the reference has fewer to repeat
             state = step(state, model.gradient(state.params, session.index, int(state.step)))
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]

@@ -43,6 +43,19 @@ def update() -> optax.GradientTransformation:
     return optax.sgd(1e-3, momentum=0.9)
 
 
+def stops(file: Path, index: int, step: int) -> bool:
+    """Whether worker `index`, which has made `step`, is to stop: all at one step, that of the file or a later one.
+
+    Worker 0 decides, before it gives what the next step needs. So nobody has made that one yet, and all will know.
+    """
+    decided = file.with_suffix(".decided")
+    if index == 0 and file.exists() and not decided.exists():
+        new = file.with_suffix(".deciding")
+        new.write_text(str(max(int(file.read_text()), step + 1)))
+        new.rename(decided)
+    return decided.exists() and step >= int(decided.read_text())
+
+
 def main() -> None:
     """Train until told to stop."""
     stop = Path(sys.argv[2])
@@ -54,7 +67,7 @@ def main() -> None:
         ]
         grads = gradient()
         step = jax.jit(lambda state: jaxrdma.ps_step(state, grads))
-        while not stop.exists() or int(states[0].step) < int(stop.read_text()):
+        while not stops(stop, session.index, int(states[0].step)):
             states = [jax.block_until_ready(step(state)) for state in states]
     print(f"stopped at step {int(states[0].step)}", flush=True)
 
