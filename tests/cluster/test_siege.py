@@ -251,7 +251,7 @@ def test_nothing_is_unpickled(
     monkeypatch.setenv("PYTHONPATH", str(SCRIPTS / "unpickling"))
     for attempt in range(2):  # the second goes on from the checkpoint of the first
         job = make_job(1, 1, checkpoint=tmp_path / "saved")
-        stop = tmp_path / "stop"
+        stop = tmp_path / f"stop{attempt}"
         stop.write_text(str(10 * (attempt + 1)))
         job.start("besieged.py", tmp_path / "parameters", stop).succeed(60)
         assert "unpickles" not in job.outputs()
