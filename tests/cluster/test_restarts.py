@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -272,9 +273,9 @@ def test_no_worker_is_answered_before_the_copy_is_made(make_job: Callable[..., J
 
 @pytest.mark.parametrize("policy", ["async", "sync:1", "bounded:1", "sync:2:shrink", "average"])
 def test_what_no_copy_helps_is_refused_with_what_to_do_instead(
-    make_job: Callable[..., Job], policy: str
+    make_job: Callable[..., Job], tmp_path: Path, policy: str
 ) -> None:
-    job = make_job(2, 2, replicate=1, checkpoint="saved")
+    job = make_job(2, 2, replicate=1, checkpoint=tmp_path / "saved")
     if policy == "average":
         job.start("train.py", job.folder / "out", "adam", 5, "average")
     else:
