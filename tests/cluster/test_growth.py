@@ -1,5 +1,6 @@
 """Workers are added to a running job: the values of the parameters tell of whom each mean was."""
 
+import itertools
 import json
 import random
 import re
@@ -39,10 +40,14 @@ def end_soon(job: Job, stop: Path, steps: int = 30) -> int:
     return end
 
 
-def check_values(job: Job, found: dict[int, tuple[int, ...]]) -> None:
-    """The parameters are what the means over these sets make, reckoned apart, in float64."""
-    assert list(found) == [*range(1, len(found) + 1)], "a version was skipped"
-    gradients = [np.mean([4.0**worker for worker in each]) for each in found.values()]
+def check_values(job: Job, found: dict[int, tuple[int, ...]], whole: bool = True) -> None:
+    """The parameters are what the means over these sets make, reckoned apart, in float64.
+
+    `whole`: somebody has seen every version; else it is as far as somebody has.
+    """
+    known = [*itertools.takewhile(found.__contains__, itertools.count(1))]
+    assert not whole or known == list(found), "a version was skipped"
+    gradients = [np.mean([4.0**worker for worker in found[version]]) for version in known]
     expected = -np.cumsum([0.0, *gradients])  # by version
     for worker in range(job.workers):
         for line in lines(job, worker):
@@ -72,9 +77,13 @@ def test_two_workers_become_four_and_no_mean_is_over_two_memberships(
     found = sets(job, ANY)
     phases = {(0, 1): range(1, third + 1), (0, 1, 2): range(third + 1, fourth + 1)}
     phases[0, 1, 2, 3] = range(fourth + 1, end + 1)
+    # With staleness a worker may get two versions at a time, of which nobody has seen the first.
+    whole = policy.startswith("sync")
+    assert len(found) > 0.9 * end
     for members, versions in phases.items():
-        assert {found[version] for version in versions} == {members}, (members, versions)
-    check_values(job, found)
+        seen = {found[version] for version in versions if whole or version in found}
+        assert seen == {members}, (members, versions)
+    check_values(job, found, whole)
     for worker in range(4):
         told = lines(job, worker)[-1]
         assert told["dropped"] == 0
