@@ -29,18 +29,28 @@ FAULTS = {
 }
 
 
+def start(job: Job, *arguments: int | str) -> None:
+    """One server, and all workers in one process: what drill.py is given are its `arguments`."""
+    job.start_coordinator()
+    job.start_server(0)
+    job.start_worker(0, DRILL, *arguments, name="workers")
+
+
+def run_to_failure(job: Job) -> list[str]:
+    """The processes, all of which have ended."""
+    start(job)
+    codes = job.wait(120)
+    assert (codes["coordinator"], codes["server 0"]) == (1, 1), job.outputs()
+    return list(codes)
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_and_the_deadline_ends_the_job(
     make_job: Callable[..., Job], fault: str
 ) -> None:
     job = make_job(1, 2, fault=fault, partition_bytes=4096, stall_warning=3, step_timeout=9)
-    job.start_coordinator()
-    job.start_server(0)
-    job.start_worker(0, DRILL, name="workers")
-    codes = job.wait(120)
-    assert (codes["coordinator"], codes["server 0"]) == (1, 1), job.outputs()
-    for name in codes:
+    for name in run_to_failure(job):
         (text, *_) = re.findall(".*No step may take longer than .* 9 s", job.output(name))
         assert re.search(FAULTS[fault], text), text
 
@@ -48,12 +58,7 @@ def test_a_fault_is_named_and_the_deadline_ends_the_job(
 @pytest.mark.timeout(150)
 def test_what_comes_twice_ends_the_job_and_names_whose_it_is(make_job: Callable[..., Job]) -> None:
     job = make_job(1, 2, fault="server 0: duplicated 9", partition_bytes=4096)
-    job.start_coordinator()
-    job.start_server(0)
-    job.start_worker(0, DRILL, name="workers")
-    codes = job.wait(120)
-    assert (codes["coordinator"], codes["server 0"]) == (1, 1), job.outputs()
-    for name in codes:
+    for name in run_to_failure(job):
         told = r"worker \d \(\S+\) broke the protocol towards server 0: .*slot"
         assert re.search(told, job.output(name)), job.output(name)
 
@@ -63,10 +68,7 @@ def test_what_is_late_or_overtaken_or_not_told_changes_no_number_and_keeps_nobod
     make_job: Callable[..., Job],
 ) -> None:
     job = make_job(1, 4, fault="server 0: delayed 110 1500", partition_bytes=4096, stall_warning=60)
-    job.start_coordinator()
-    job.start_server(0)
-    own = ("1:delayed 23 1500", "2:reordered 23", "3:swallowed 23")
-    job.start_worker(0, DRILL, 12, *own, name="workers")
+    start(job, 12, "1:delayed 23 1500", "2:reordered 23", "3:swallowed 23")
     job.succeed(120)
     for index in range(4):
         pattern = rf"worker {index}: left after 12 steps, the longest of (\S+) s, .*closed in (\S+) s; (.*)"
