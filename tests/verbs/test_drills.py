@@ -1,6 +1,7 @@
 """Faults to order over verbs, as tests/cluster/test_faults.py has them: who waits for what is said, and then the job
 ends; or nothing comes of them."""
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,12 @@ FAULTS = {
         r"server 0 has answered step (?P=step) of model 0 to worker \d: the answer to worker \d is lost, or on its way"
     ),
 }
+
+
+@pytest.fixture
+def make_job(make_job: Callable[..., Job]) -> Callable[..., Job]:
+    """Over verbs, whatever TEST_TRANSPORT is: over tcp, a completion that is swallowed keeps a step from its end."""
+    return functools.partial(make_job, transport="verbs")
 
 
 def start(job: Job, *arguments: int | str) -> None:
