@@ -5,11 +5,11 @@
 
 A worker engine and a server engine, without JAX, as a session makes them, move a model in partitions: a push counts
 from the call until every mean is there (copied, sent, summed), a pull from the publication until the parameters are in
-the worker's own buffers. In turn with them, `ib_write_bw` writes as many bytes in messages of one partition's size; it
-moves nothing else and sums nothing. `ib_write_lat` gives the time of one write of 4 KiB one way, of which a push and
-its pull are two; ours is the time from start to completion of an average of 4 KiB: once with threads that look for what
-comes as by default, and once with threads that look for longer than it takes, as perftest's do. Values that came back
-are checked.
+the worker's own buffers. In turn with them, `ib_write_bw` writes messages of one partition's size; it moves nothing
+else and sums nothing. Of either, a round takes the median of several. `ib_write_lat` gives the time of one write of
+4 KiB one way, of which a push and its pull are two; ours is the time from start to completion of an average of 4 KiB:
+once with threads that look for what comes as by default, and once with threads that look for longer than it takes, as
+perftest's do. Values that came back are checked.
 """
 
 import argparse
@@ -48,6 +48,12 @@ LATENCY_BYTES = 4 << 10
 # Longer than a push and its pull take, so that hardly a thread sleeps meanwhile.
 SPIN_US = 3000
 LIMIT_S = 120
+# As many as its send queue takes, or as many bytes; each is a few times as much as a model of ours. Soft-RoCE works on
+# one processor or on two, as it happens: with a second's worth of large writes, perftest found now one speed and now
+# twice that, and with more it found one.
+PERFTEST_WRITES, PERFTEST_BYTES = 128, 256 << 20
+# Of a size and round: ours is a median of several transfers too.
+PERFTEST_RUNS = 3
 # perftest measures the clock rate, and gives up where a busy machine lets it find none; the next try may.
 CALIBRATIONS = 5
 
@@ -252,8 +258,10 @@ def measure_size(
     times = [pair.push_and_pull(flow, source, target) for _ in range(repeats)]
     np.testing.assert_array_equal(target, source)
     push, pull = (size / statistics.median(column) for column in zip(*times, strict=True))
-    # As many bytes, or as much as it needs to see a steady state.
-    peer = write_bandwidth(near, far, message, max(16, min(200, (32 << 20) // message)))
+    count = min(PERFTEST_WRITES, PERFTEST_BYTES // message)
+    peer = statistics.median(
+        write_bandwidth(near, far, message, count) for _ in range(PERFTEST_RUNS)
+    )
     return push, pull, peer
 
 
