@@ -60,7 +60,7 @@ def program(step: Step, steps: int) -> Step:
             return step(state, grads)
         return jax.lax.scan(lambda s, _: (step(s, grads), None), state, length=steps)[0]
 
-    return jax.jit(run, donate_argnums=0, keep_unused=True)
+    return jax.jit(run, donate_argnums=0)
 
 
 def measure(session: jaxrdma.Session, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from jaxrdma import _native, control, step, table, trace, transport
 from jaxrdma.arrays import as_bytes, place_like
 from jaxrdma.cluster import ClusterSpec
 from jaxrdma.control import ControlClient, FlowProposal, FlowStart, LeafSpec, Message, Wait
+from jaxrdma.dispatch import await_programs
 from jaxrdma.dump import Dumper
 from jaxrdma.embedding import (
     RowInit,
@@ -892,7 +893,7 @@ class Session:
         if threading.current_thread() is not self._monitor:
             self._monitor.join()
         if failed:
-            _settle_programs()
+            _settle_programs(self.id)
         elif not self._engine.status.ok:
             self._await_programs("the job had failed before the session was closed")
         self._end_signals()
@@ -913,10 +914,9 @@ class Session:
 
     def _await_programs(self, what: str = "a step that nobody waited for failed") -> None:
         """Waits for programs that nobody awaited, so that their pushes count. `what`: what is said if one failed."""
-        problem = _settle_programs()
+        problem = _settle_programs(self.id)
         if problem is not None and not OrderlyEnd.told:  # or that is said in its place
-            # JAX tells an error of each program that waited for a failed one; ours is the first cause of all.
-            why = self._client.failure or str(problem).rpartition("jaxrdma: ")[2]
+            why = self._client.failure or problem
             control.say_on_stderr(f"worker {self.index}: {what}: {why}")
 
 
@@ -950,21 +950,24 @@ def _is_clean_exit(error: BaseException) -> bool:
     )
 
 
-def _settle_programs() -> Exception | None:
-    """Waits for every program of this thread; returns the error of one that failed, which JAX then forgets.
+def _settle_programs(session: int) -> str | None:
+    """Waits for every program of this thread; returns what the last step of `session` failed with, if it did.
 
-    Otherwise it would be reported by JAX at exit, twice, although the user has been told.
+    JAX forgets the error too. Otherwise it would report it at exit, twice, although the user has been told.
     """
+    problem: str | None = None
     try:
-        jax.effects_barrier()
-    except Exception as problem:  # JaxRuntimeError, or a group of them
+        await_programs()
+    except Exception as error:  # JaxRuntimeError, or a group of them
+        # JAX tells an error of each program that waited for a failed one; ours is the first cause of all.
+        problem = str(error).rpartition("jaxrdma: ")[2]
         with contextlib.suppress(ImportError, AttributeError):
             # Before 0.12 the barrier keeps what has failed, and there is no public way to drop it.
             from jax._src import dispatch  # pyright: ignore[reportPrivateUsage]
 
             dispatch.runtime_tokens.clear()
-        return problem
-    return None
+    end = _native.take_end(session)
+    return problem if end.ok else end.message
 
 
 _target_lock = threading.Lock()

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrdma import _native
 from jaxrdma.control import LeafSpec
+from jaxrdma.dispatch import compiled, kept_call
 from jaxrdma.errors import CancelledError, MismatchError, StepError
 
 if TYPE_CHECKING:
@@ -218,48 +219,62 @@ def make_calls(
     )  # the step, and how many gradients were dropped
 
     def call(
+        name: str,
         kind: _native.OperationKind,
         first_source: int,
         results: Sequence[Any],
         aliases: dict[int, int],
         operands: Sequence[Any],
     ) -> Any:
-        run = jax.ffi.ffi_call(TARGET, results, has_side_effect=True, input_output_aliases=aliases)
-        return run(
-            *operands,
+        devices = _devices()
+        run = functools.partial(
+            jax.ffi.ffi_call(TARGET, results, has_side_effect=True, input_output_aliases=aliases),
             session=np.int64(session),
             flow=np.int64(flow),
             kind=np.int64(kind.value),
             first_source=np.int64(first_source),
             leaves=np.int64(len(specs)),
-            devices=np.int64(_devices()),
+            devices=np.int64(devices),
         )
+        return kept_call(
+            run,
+            operands,
+            devices=devices,
+            vmapped=(
+                f"jaxrdma.{name} under vmap: a step is one exchange of whole gradients with the servers. Call it "
+                "outside the vmap, e.g. after the mean over the mapped axis"
+            ),
+            differentiated=(
+                f"jaxrdma.{name} cannot be differentiated: take the gradient of the loss first, "
+                f"then hand it to {name}"
+            ),
+        )
+
+    step_name = "average_gradients" if average else "ps_step"
 
     def exchange(
         step: Any, params: tuple[Any, ...], grads: tuple[Any, ...]
     ) -> tuple[Any, Any, list[Any]]:
-        _check_alike("average_gradients" if average else "ps_step", (step, *params, *grads))
+        _check_alike(step_name, (step, *params, *grads))
         operands = (step, *params, *grads)
         like = grads if average else params
         results = [told_spec, *map(jax.typeof, like)]
         aliases = {i + 1: i + 1 for i, x in enumerate(like) if x.size}
-        told, *out = call(_native.OperationKind.EXCHANGE, len(params), results, aliases, operands)
+        kind = _native.OperationKind.EXCHANGE
+        told, *out = call(step_name, kind, len(params), results, aliases, operands)
         return told[0], told[1], out
 
     def push_call(step: Any, grads: tuple[Any, ...]) -> Any:
         _check_alike("push", (step, *grads))
-        (ticket,) = call(_native.OperationKind.PUSH, 0, [step_spec], {}, (step, *grads))
+        (ticket,) = call("push", _native.OperationKind.PUSH, 0, [step_spec], {}, (step, *grads))
         return ticket
 
     def pull_call(ticket: Any) -> tuple[Any, Any, list[Any]]:
-        told, *out = call(_native.OperationKind.PULL, 0, [told_spec, *specs], {}, (ticket,))
+        results = [told_spec, *specs]
+        told, *out = call("pull", _native.OperationKind.PULL, 0, results, {}, (ticket,))
         return told[0], told[1], out
 
-    return Calls(
-        _guard("ps_step" if not average else "average_gradients", _over(mesh, exchange)),
-        _guard("push", _over(mesh, push_call)),
-        _guard("pull", _over(mesh, pull_call)),
-    )
+    return Calls(*(compiled(_over(mesh, each)) for each in (exchange, push_call, pull_call)))
 
 
 def _over(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -321,21 +336,6 @@ def _varying(aval: Any) -> Iterable[Any]:
     """The axes of `shard_map` along which a value is not known to be alike."""
     kind = getattr(aval, "manual_axis_type", None)
     return kind.varying if kind is not None else getattr(aval, "vma", ())
-
-
-def _guard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, jitted, with an error of ours where JAX would transform it."""
-    return guard(
-        function,
-        vmapped=(
-            f"jaxrdma.{name} under vmap: a step is one exchange of whole gradients with the servers. Call it outside "
-            "the vmap, e.g. after the mean over the mapped axis"
-        ),
-        differentiated=(
-            f"jaxrdma.{name} cannot be differentiated: take the gradient of the loss first, "
-            f"then hand it to {name}"
-        ),
-    )
 
 
 def guard(

@@ -385,6 +385,7 @@ void bind_worker(nb::module_& m) {
   m.def("register_session", &ffi::register_session, nb::arg("session"), nb::arg("engine"),
         Unlocked());
   m.def("forget_session", &ffi::forget_session, nb::arg("session"), Unlocked());
+  m.def("take_end", &ffi::take_end, nb::arg("session"), Unlocked());
   m.def("cpu_handler", [] { return nb::capsule(ffi::cpu_handler()); });
   m.def("rows_handler", [] { return nb::capsule(ffi::rows_handler()); });
   m.def("exception_hook", &exception_hook, nb::arg("hook"));

@@ -42,11 +42,13 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
   }
   const std::shared_ptr<Session> found = find_session(session);
   if (found == nullptr) {
-    return failed(xf::Error(
-        xf::ErrorCode::kFailedPrecondition,
-        "jaxrdma: session " + std::to_string(session) +
-            " of this program is not open in this process (closed, never connected, or of the "
-            "process that this one was forked from: start those that step by spawn)"));
+    const Status why(Code::kStale,
+                     "session " + std::to_string(session) +
+                         " of this program is not open in this process (closed, never connected, "
+                         "or of the process that this one was forked from: start those that step "
+                         "by spawn)");
+    tell_end(session, why);
+    return failed(xla_error(why));
   }
   if (step_result->element_type() != xf::DataType::S32 || step_result->element_count() == 0 ||
       step_result->element_count() > 2) {
@@ -91,7 +93,9 @@ xf::Future call(xf::AnyBuffer step, xf::RemainingArgs operands,
 
   auto promise = std::make_shared<xf::Promise>();
   xf::Future future(*promise);
-  operation.done = [promise, next_step, told, outcome = operation.outcome](const Status& status) {
+  operation.done = [promise, next_step, told, session,
+                    outcome = operation.outcome](const Status& status) {
+    tell_end(session, status);
     if (!status.ok()) {
       promise->SetError(xla_error(status));
       return;

@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <atomic>
 #include <mutex>
 #include <new>
 #include <shared_mutex>
@@ -15,6 +16,9 @@ namespace {
 struct Registry {
   std::shared_mutex lock;
   std::unordered_map<int64_t, std::shared_ptr<Session>> sessions;
+  /// Sessions whose last call failed. They outlive the session: a call may come after its end.
+  std::unordered_map<int64_t, Status> failed;
+  std::atomic<bool> none_failed = true;  ///< without the lock: a step that goes well takes none
 };
 
 Registry& registry() {
@@ -60,6 +64,24 @@ std::shared_ptr<Session> find_session(int64_t session) {
   std::shared_lock guard(registry().lock);
   auto found = registry().sessions.find(session);
   return found == registry().sessions.end() ? nullptr : found->second;
+}
+
+void tell_end(int64_t session, const Status& status) {
+  if (status.ok() && registry().none_failed) return;
+  std::unique_lock guard(registry().lock);
+  if (status.ok()) {
+    registry().failed.erase(session);
+  } else {
+    registry().failed.insert_or_assign(session, status);
+  }
+  registry().none_failed = registry().failed.empty();
+}
+
+Status take_end(int64_t session) {
+  std::unique_lock guard(registry().lock);
+  auto found = registry().failed.extract(session);
+  registry().none_failed = registry().failed.empty();
+  return found.empty() ? Status() : found.mapped();
 }
 
 }  // namespace jaxrdma::ffi

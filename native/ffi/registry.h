@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "base/status.h"
 #include "engine/gather.h"
 #include "engine/worker.h"
 
@@ -26,6 +27,11 @@ void register_session(int64_t session, std::shared_ptr<WorkerEngine> engine);
 void forget_session(int64_t session);
 /// nullptr if there is none, as in a process that was forked from one that had it.
 std::shared_ptr<Session> find_session(int64_t session);
+
+/// Remembers how a call of a program ended, for its session to tell if nobody waited for it.
+void tell_end(int64_t session, const Status& status);
+/// How the last call of the session's programs ended; forgets it. Ok if there was none.
+Status take_end(int64_t session);
 
 /// XLA's handler for the CPU, as a pointer that Python puts into a capsule.
 void* cpu_handler();
