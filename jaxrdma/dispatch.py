@@ -7,22 +7,22 @@ and gone when the program is compiled.
 
 `kept_call` puts a custom call into a program, with JAX's effect of custom calls: while a program is traced and
 transformed it is as if `jax.ffi.ffi_call` had been called. The last that JAX does before it compiles is to drop what
-nobody needs. It asks each primitive, and ours answers that it is needed, and gives its effect back where JAX no longer
-has to know of it: XLA goes on knowing. The effect stays where
+nobody needs. It asks each primitive, and ours answers that it is needed, and gives its effect back: XLA goes on knowing
+of it. The effect stays where that would not be safe, or JAX does not ask:
 
-- no result of the call is used: what it is in (a function jitted inside another, a scan) may have no result that is
-  used either, and its effect is then all that keeps it. By induction the rest follows: whatever is left without effect
-  leads to a result that is used, or to a call that has its effect. The state that a scan carries is used by the next
-  round, whoever uses the last one; JAX finds that out by asking again, so the first answer counts;
-- something is being traced: JAX drops things then too, when it differentiates, and will look at the rest again;
-- the program runs on several devices: see `await_programs`;
-- JAX does not ask: in `lax.while_loop`, and under `jit(keep_unused=True)`.
+- in what is inside the program (a function jitted within another, `lax.scan`, `lax.cond`, `shard_map`): where nobody
+  wants a result of such a part, it is dropped unless it has an effect. JAX also keeps what became of a part, and takes
+  it again when it next meets it, be it in a function that it differentiates, of which it then drops more;
+- while something is traced, for the same reason;
+- in `lax.while_loop`, and under `jit(keep_unused=True)`;
+- in a program on several devices: see `await_programs`.
 
-There everything is as it was, and slower. The price is that JAX does not know of such programs afterwards:
-`jax.effects_barrier` does not wait for them. `await_programs` does.
+There everything is as it was, and slower. The price is that JAX does not know of a program without effects afterwards:
+`jax.effects_barrier` does not wait for it. `await_programs` does.
 """
 
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,12 +40,6 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import SingleDeviceSharding
 
 
-class _Asked:
-    """Whether JAX has once asked for a call of which no result was used. One for each call, whatever program it is in."""
-
-    unused = False
-
-
 def kept_call(
     call: Callable[..., Sequence[Any]],
     operands: Sequence[Any],
@@ -61,25 +55,11 @@ def kept_call(
     return _kept_p.bind(
         *operands,
         body=jax.make_jaxpr(call)(*operands),
-        asked=_Asked(),
         devices=devices,
         effect=True,
         vmapped=vmapped,
         differentiated=differentiated,
     )
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which makes a `kept_call`, compiled once for eager use.
-
-    Inside a program it is traced each time: what is known of a call is known of all that were traced together.
-    """
-    jitted = jax.jit(function)
-
-    def run(*args: Any) -> Any:
-        return (jitted if _nothing_is_traced() else function)(*args)
-
-    return run
 
 
 def await_programs() -> None:
@@ -102,14 +82,12 @@ def _nothing(device: jax.Device) -> Callable[[], jax.Array]:
     return program.lower().compile()
 
 
+# Where nothing is traced.
 _OUTSIDE = get_opaque_trace_state(convention="nnx")
+# What JAX calls for a program, and again for each that is inside it, to drop what nobody needs.
+_DROP = getattr(partial_eval.dce_jaxpr, "__code__", None)
 # Once there is a program of which JAX does not know that it has effects.
 _effects_given_back = False
-
-
-def _nothing_is_traced() -> bool:
-    return get_opaque_trace_state(convention="nnx") == _OUTSIDE
-
 
 _kept_p = Primitive("jaxrdma_call")
 _kept_p.multiple_results = True
@@ -139,13 +117,19 @@ def _refuse_jvp(*_: Any, differentiated: str, **__: Any) -> Any:
 def _keep(used: list[bool], call: JaxprEqn) -> tuple[list[bool], JaxprEqn]:
     """JAX asks what of a call is needed: all of it, always. Gives its effect back if that is safe."""
     global _effects_given_back
-    asked: _Asked = call.params["asked"]
-    if not any(used):
-        asked.unused = True
-    if _nothing_is_traced() and not asked.unused and call.params["devices"] == 1:
+    del used
+    if call.params["devices"] == 1 and _is_last_and_outermost():
         _effects_given_back = True
         call = call.replace(params=call.params | {"effect": False}, effects=no_effects)
     return [True] * len(call.invars), call
+
+
+def _is_last_and_outermost() -> bool:
+    """Whether JAX asks about a program that it is about to compile, not about one inside it or one to transform."""
+    if get_opaque_trace_state(convention="nnx") != _OUTSIDE:
+        return False
+    # There is nothing else that tells how deep inside a program it is; where it looks otherwise, this is False.
+    return sum(frame.f_code is _DROP for frame, _ in traceback.walk_stack(None)) == 1
 
 
 _kept_p.def_effectful_abstract_eval(_type)

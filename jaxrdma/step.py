@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrdma import _native
 from jaxrdma.control import LeafSpec
-from jaxrdma.dispatch import compiled, kept_call
+from jaxrdma.dispatch import kept_call
 from jaxrdma.errors import CancelledError, MismatchError, StepError
 
 if TYPE_CHECKING:
@@ -274,7 +274,8 @@ def make_calls(
         told, *out = call("pull", _native.OperationKind.PULL, 0, results, {}, (ticket,))
         return told[0], told[1], out
 
-    return Calls(*(compiled(_over(mesh, each)) for each in (exchange, push_call, pull_call)))
+    functions = (exchange, push_call, pull_call)
+    return Calls(*(jax.jit(_over(mesh, function), inline=True) for function in functions))
 
 
 def _over(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:

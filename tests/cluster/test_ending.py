@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,26 @@ END_S = 5
 @pytest.mark.parametrize("way", ["jit", "scan", "eager"])
 def test_a_last_step_that_nobody_awaits_counts(make_job: Callable[..., Job], way: str) -> None:
     job = make_job(2, 2).start("ending.py", STEPS, way)
+    job.succeed(60)
+    check_counts(job)
+    check_says_nothing(job)
+
+
+@pytest.mark.timeout(100)
+def test_a_step_is_made_though_its_program_uses_no_result(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, 2).start("unused.py")
+    job.succeed(90)
+    for worker in ("worker 0", "worker 1"):
+        made = re.search(r"^made (\d+), came back (\d+)$", job.output(worker), re.MULTILINE)
+        assert made and made[1] == made[2], job.outputs()
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("way", ["late", "late-inside"])
+def test_who_closes_has_made_its_last_step_though_the_others_are_late(
+    make_job: Callable[..., Job], tmp_path: Path, way: str
+) -> None:
+    job = make_job(2, 2).start("ending.py", STEPS, way, tmp_path / "closes")
     job.succeed(60)
     check_counts(job)
     check_says_nothing(job)

@@ -1,14 +1,17 @@
-"""A worker that ends in a way of its own. Usage: ending.py STEPS WAY; the session is never closed, but for "twice".
+"""A worker that ends in a way of its own. Usage: ending.py STEPS WAY [FILE]; the session is closed only where it says so.
 
 Ways: jit (compiled steps, nobody awaits them), scan, eager, twice (closed twice, and used after), dead (worker 1 kills
 itself after STEPS steps, worker 0 ends with steps in flight that can never be answered), after (as dead, but worker 0
-waits until they have failed, and ends with one more).
+waits until they have failed, and ends with one more), late (worker 0 makes FILE and closes while its last step waits
+for worker 1, which takes it then), late-inside (the same, and the last step is one whose program does not use it).
 """
 
 import contextlib
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,30 @@ def step(state: jaxrdma.PSState) -> jaxrdma.PSState:
     return jaxrdma.ps_step(state, {"w": jnp.sin(w @ w @ w), "b": state.params["b"]})
 
 
-if way == "scan":
+def wait_for_the_others_end(file: Path) -> None:
+    """Until worker 0 closes, and then until it has left: it must not, so not for long."""
+    while not file.exists():
+        time.sleep(0.01)
+    deadline = time.monotonic() + 1
+    while 0 in session.active_workers and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+if way in ("late", "late-inside"):
+    file = Path(sys.argv[3])
+    for _ in range(steps - 1):
+        state = step(state)
+    jax.block_until_ready(state)
+    last = step if way == "late" else jax.jit(lambda state: (step(state), 0)[1])
+    jax.jit(last).lower(state).compile()
+    if session.index == 1:
+        wait_for_the_others_end(file)
+    last(state)
+    del state
+    if session.index == 0:
+        file.touch()
+    session.close()
+elif way == "scan":
     jax.jit(lambda s: jax.lax.scan(lambda c, _: (step(c), None), s, None, length=steps)[0])(state)
 elif way == "twice":
     for _ in range(steps):
