@@ -76,7 +76,7 @@ def await_programs() -> None:
 
 
 @functools.cache
-def _nothing(device: jax.Device) -> Callable[[], jax.Array]:
+def _nothing(device: Any) -> Callable[[], jax.Array]:
     """A compiled program for `device` that does nothing."""
     program = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=SingleDeviceSharding(device))
     return program.lower().compile()

@@ -1,5 +1,7 @@
 """The JAX side of the custom calls: `ps_step`, its halves `push` and `pull`, and `average_gradients`.
 
+How a call gets into a program, and stays there: `jaxrdma/dispatch.py`.
+
 What orders the calls of a program is data: each takes the step of a state and returns the next one. So a state threads
 through `jit`, `scan`, `while_loop` and donation like any other array, and a program can be cached on disk: it holds the
 small numbers of its session and flow, never a pointer.
@@ -103,6 +105,10 @@ def ps_step(state: PSState, grads: Any) -> PSState:
     with a replicated state (`in_specs=P()`) and gradients that are alike on all devices, by `lax.pmean`. They go to the
     servers once. Devices that are the CPU's, a simulation, need `jax.block_until_ready` on each step's state: XLA locks
     them up where many steps are begun ahead, also without jaxrdma.
+
+    A step is made whether or not its results are used, and before the session closes. JAX calls a program fast in which
+    this stands by itself, not inside another function that is jitted or in a loop (see `jaxrdma/dispatch.py`), and does
+    not know of its side effect: `jax.effects_barrier` does not wait for it, `jax.block_until_ready(state)` does.
 
     **Arguments:**
 

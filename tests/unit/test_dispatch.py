@@ -56,9 +56,9 @@ nested = jax.jit(once)
 def lowered(program: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, bool]:
     """How many custom calls are in a program, and whether it has side effects in JAX's eyes."""
     made: Any = jax.jit(program, **options).lower(*args)
-    return made.as_text().count(
-        "custom_call @jaxrdma_operation"
-    ), bool(made._lowering.compile_args["unordered_effects"])
+    return made.as_text().count("custom_call @jaxrdma_operation"), bool(
+        made._lowering.compile_args["unordered_effects"]
+    )
 
 
 def unused(run: Callable[..., Any]) -> Callable[..., int]:

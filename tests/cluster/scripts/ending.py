@@ -1,4 +1,4 @@
-"""A worker that ends in a way of its own. Usage: ending.py STEPS WAY [FILE]; the session is closed only where it says so.
+"""A worker that ends in a way of its own. Usage: ending.py STEPS WAY [FILE]; the session is closed where that is said.
 
 Ways: jit (compiled steps, nobody awaits them), scan, eager, twice (closed twice, and used after), dead (worker 1 kills
 itself after STEPS steps, worker 0 ends with steps in flight that can never be answered), after (as dead, but worker 0
