@@ -17,7 +17,11 @@ of it. The effect stays where that would not be safe, or JAX does not ask:
 - in `lax.while_loop`, and under `jit(keep_unused=True)`;
 - in a program on several devices: see `await_programs`.
 
-There everything is as it was, and slower. The price is that JAX does not know of a program without effects afterwards:
+There everything is as it was, and slower. One hole is left, with jax from 0.11 on, which keeps what became of whole
+programs too: a jitted function with a call in it that has run by itself, and is then called in a jitted function that
+is differentiated, its result being handed out (`has_aux`) and used by nobody. There the call may be left out.
+
+The price is that JAX does not know of a program without effects afterwards:
 `jax.effects_barrier` does not wait for it. `await_programs` does.
 """
 

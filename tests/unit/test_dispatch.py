@@ -111,18 +111,24 @@ def test_a_call_is_made_though_nobody_wants_its_results(run: Any) -> None:
 
 
 def test_a_call_is_made_in_what_is_differentiated_though_nobody_wants_its_results() -> None:
-    for run in (once, jax.jit(once), jax.jit(jax.jit(once)), scanned):
-        # JAX keeps what became of a part of a program, and takes it again.
-        assert lowered(run, (STEP, W))[0] == 1
+    def part(state: State) -> State:
+        return once(state)
+
+    for run in (part, jax.jit(part), jax.jit(jax.jit(part)), scanned):
+
+        def program(state: State, run: Any = run) -> State:
+            return run(state)
 
         def loss(w: Any, state: State, run: Any = run) -> Any:
             return (w * w).sum(), run(state)
 
-        def program(state: State, loss: Any = loss) -> Any:
+        def differentiated(state: State, loss: Any = loss) -> Any:
             return jax.grad(jax.jit(loss), has_aux=True)(state[1], state)[0]
 
+        # JAX keeps what became of a part of a program, and takes it again.
         assert lowered(program, (STEP, W))[0] == 1
-        assert lowered(unused(jax.jit(program)), (STEP, W))[0] == 1
+        assert lowered(differentiated, (STEP, W))[0] == 1
+        assert lowered(unused(jax.jit(differentiated)), (STEP, W))[0] == 1
 
 
 def test_jaxs_own_checks_find_nothing_wrong() -> None:
