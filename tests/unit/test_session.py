@@ -263,3 +263,14 @@ def test_a_read_that_the_engine_fails_raises_the_exception_of_its_code(
     opened = Opened(PARAMS, "verbs", STALE, _native.Status(getattr(_native.Code, code), text))
     with pytest.raises(kind):
         opened.read()
+
+
+def test_what_the_last_step_of_a_session_failed_with_is_told_once() -> None:
+    session_module._register_target()
+    opened, other = Opened(), Opened()
+    with pytest.raises(jax.errors.JaxRuntimeError):  # neither has an engine
+        jax.block_until_ready(jax.jit(jaxrdma.ps_step)(opened.state, PARAMS))
+    assert session_module._settle_programs(other.session.id) is None
+    told = session_module._settle_programs(opened.session.id)
+    assert told is not None and told.startswith(f"session {opened.session.id} of this program")
+    assert session_module._settle_programs(opened.session.id) is None
