@@ -15,6 +15,7 @@ of it. The effect stays where that would not be safe, or JAX does not ask:
   it again when it next meets it, be it in a function that it differentiates, of which it then drops more;
 - while something is traced, for the same reason;
 - in `lax.while_loop`, and under `jit(keep_unused=True)`;
+- where XLA would run the program in the thread that calls it: see `_laboured`;
 - in a program on several devices: see `await_programs`.
 
 There everything is as it was, and slower. One hole is left, with jax from 0.11 on, which keeps what became of whole
@@ -32,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import (
     ClosedJaxpr,
     JaxprEqn,
@@ -53,6 +55,8 @@ def kept_call(
     differentiated: str,
 ) -> list[Any]:
     """The results of `call`, an `ffi_call` with side effects, of which the program runs on so many devices.
+
+    The first operand is an int32 scalar.
 
     **Raises:** `TypeError` of these texts under `vmap` and `grad`.
     """
@@ -101,8 +105,17 @@ def _type(*_: Any, body: ClosedJaxpr, effect: bool, **__: Any) -> tuple[Any, Any
     return body.out_avals, body.effects if effect else no_effects
 
 
-def _run(*operands: Any, body: ClosedJaxpr, **_: Any) -> Sequence[Any]:
-    return jaxpr_as_fun(body)(*operands)
+def _run(step: Any, *operands: Any, body: ClosedJaxpr, effect: bool, **_: Any) -> Sequence[Any]:
+    return jaxpr_as_fun(body)(step if effect else _laboured(step), *operands)
+
+
+def _laboured(step: Any) -> Any:
+    """`step`, by so much arithmetic that XLA runs the program in a thread of its own.
+
+    It takes up to 1000 operations for so little that it runs them in the thread that calls; what fails there raises
+    `ValueError` on JAX's fast path, not `jax.errors.JaxRuntimeError`.
+    """
+    return lax.reduce_max(lax.optimization_barrier(lax.broadcast(step, (2048,))), (0,))
 
 
 def _run_eagerly(*operands: Any, body: ClosedJaxpr, **_: Any) -> Sequence[Any]:
@@ -122,7 +135,8 @@ def _keep(used: list[bool], call: JaxprEqn) -> tuple[list[bool], JaxprEqn]:
     """JAX asks what of a call is needed: all of it, always. Gives its effect back if that is safe."""
     global _effects_given_back
     del used
-    if call.params["devices"] == 1 and _is_last_and_outermost():
+    threads = jax.config.read("jax_cpu_enable_async_dispatch")  # see `_laboured`
+    if threads and call.params["devices"] == 1 and _is_last_and_outermost():
         _effects_given_back = True
         call = call.replace(params=call.params | {"effect": False}, effects=no_effects)
     return [True] * len(call.invars), call

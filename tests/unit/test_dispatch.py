@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxrdma import dispatch
+from jaxrdma import dispatch, session
 from jaxrdma.control import LeafSpec
 from jaxrdma.step import make_calls
 
@@ -129,6 +129,26 @@ def test_a_call_is_made_in_what_is_differentiated_though_nobody_wants_its_result
         assert lowered(program, (STEP, W))[0] == 1
         assert lowered(differentiated, (STEP, W))[0] == 1
         assert lowered(unused(jax.jit(differentiated)), (STEP, W))[0] == 1
+
+
+def test_a_program_is_too_long_for_the_thread_that_calls_it() -> None:
+    session._register_target()
+    program = jax.jit(once)
+    made: Any = program.lower((STEP, W)).compile()
+    assert made.cost_analysis()["flops"] >= 1000
+    for run in (program, made):
+        for _ in range(3):  # JAX's fast path is taken from the second call on
+            with pytest.raises(jax.errors.JaxRuntimeError, match="is not open in this process"):
+                jax.block_until_ready(run((STEP, W)))
+
+
+def test_where_programs_run_in_the_thread_that_calls_they_keep_their_effects() -> None:
+    assert jax.config.read("jax_cpu_enable_async_dispatch")
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    try:
+        assert lowered(lambda state: once(state), (STEP, W)) == (1, True)
+    finally:
+        jax.config.update("jax_cpu_enable_async_dispatch", True)
 
 
 def test_jaxs_own_checks_find_nothing_wrong() -> None:
