@@ -15,7 +15,8 @@ of it. The effect stays where that would not be safe, or JAX does not ask:
   it again when it next meets it, be it in a function that it differentiates, of which it then drops more;
 - while something is traced, for the same reason;
 - in `lax.while_loop`, and under `jit(keep_unused=True)`;
-- where XLA would run the program in the thread that calls it: see `_laboured`;
+- where the call has few operands, so that nothing is won, or XLA is to run programs in the thread that calls: see
+  `_laboured`;
 - in a program on several devices: see `await_programs`.
 
 There everything is as it was, and slower. One hole is left, with jax from 0.11 on, which keeps what became of whole
@@ -90,6 +91,8 @@ def _nothing(device: Any) -> Callable[[], jax.Array]:
     return program.lower().compile()
 
 
+# From so many operands on JAX's fast path is worth it: each array costs some 10 us without it.
+_MANY = 32
 # Where nothing is traced.
 _OUTSIDE = get_opaque_trace_state(convention="nnx")
 # What JAX calls for a program, and again for each that is inside it, to drop what nobody needs.
@@ -113,7 +116,8 @@ def _laboured(step: Any) -> Any:
     """`step`, by so much arithmetic that XLA runs the program in a thread of its own.
 
     It takes up to 1000 operations for so little that it runs them in the thread that calls; what fails there raises
-    `ValueError` on JAX's fast path, not `jax.errors.JaxRuntimeError`.
+    `ValueError` on JAX's fast path, not `jax.errors.JaxRuntimeError`. (A forked process has no such thread, and would
+    wait for ever; a program of few arrays that is as short still raises its error there.)
     """
     return lax.reduce_max(lax.optimization_barrier(lax.broadcast(step, (2048,))), (0,))
 
@@ -135,8 +139,9 @@ def _keep(used: list[bool], call: JaxprEqn) -> tuple[list[bool], JaxprEqn]:
     """JAX asks what of a call is needed: all of it, always. Gives its effect back if that is safe."""
     global _effects_given_back
     del used
-    threads = jax.config.read("jax_cpu_enable_async_dispatch")  # see `_laboured`
-    if threads and call.params["devices"] == 1 and _is_last_and_outermost():
+    threads = jax.config.read("jax_cpu_enable_async_dispatch")
+    many = len(call.invars) >= _MANY
+    if many and threads and call.params["devices"] == 1 and _is_last_and_outermost():
         _effects_given_back = True
         call = call.replace(params=call.params | {"effect": False}, effects=no_effects)
     return [True] * len(call.invars), call

@@ -21,14 +21,17 @@ import jaxrdma
 
 steps, way = int(sys.argv[1]), sys.argv[2]
 session = jaxrdma.connect()
-state = session.init({"w": jnp.ones((256, 256)), "b": jnp.zeros(8)}, update=optax.sgd(0.1))
+# A program with many leaves JAX calls in another way.
+more = [jnp.ones(4)] * (40 if way.startswith("late") else 0)
+params = {"w": jnp.ones((256, 256)), "b": jnp.zeros(8), "more": more}
+state = session.init(params, update=optax.sgd(0.1))
 
 
 @jax.jit
 def step(state: jaxrdma.PSState) -> jaxrdma.PSState:
     """Enough work for JAX to return from the call at once: small programs it runs in the calling thread."""
     w = state.params["w"]
-    return jaxrdma.ps_step(state, {"w": jnp.sin(w @ w @ w), "b": state.params["b"]})
+    return jaxrdma.ps_step(state, {**state.params, "w": jnp.sin(w @ w @ w)})
 
 
 def wait_for_the_others_end(file: Path) -> None:

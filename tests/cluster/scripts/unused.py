@@ -75,7 +75,8 @@ ways: list[tuple[int, Callable[[Any], Any]]] = [
     (1, jax.jit(unused(once), donate_argnums=0)),
     (1, jax.jit(unused(once), keep_unused=True)),
 ]
+params = {"w": jnp.ones(4), "more": [jnp.ones(4)] * 40}
 for _, way in ways:
-    way(session.init({"w": jnp.ones(4)}, update=optax.sgd(0.1)))
+    way(session.init(params, update=optax.sgd(0.1)))
 session.close()
 print(f"made {sum(steps for steps, _ in ways)}, came back {session.stats().steps}", flush=True)
