@@ -107,10 +107,10 @@ def ps_step(state: PSState, grads: Any) -> PSState:
     them up where many steps are begun ahead, also without jaxrdma.
 
     A step is made whether or not its results are used, and before the session closes. (But use them in a function that
-    is differentiated: JAX may drop a jitted part of it that has run by itself before.) JAX calls a program fast in
-    which this stands by itself, not inside another function that is jitted or in a loop (see `jaxrdma/dispatch.py`),
-    and does not know of its side effect: `jax.effects_barrier` does not wait for it, `jax.block_until_ready(state)`
-    does.
+    is differentiated: JAX may drop a jitted part of it that has run by itself before.) With many leaves JAX calls a
+    program fast in which this stands by itself, not inside another function that is jitted or in a loop (see
+    `jaxrdma/dispatch.py`), and does not know of its side effect: `jax.effects_barrier` does not wait for it,
+    `jax.block_until_ready(state)` does.
 
     **Arguments:**
 
