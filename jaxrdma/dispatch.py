@@ -71,6 +71,22 @@ def kept_call(
     )
 
 
+def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, jitted where it is called by itself, and a piece of the program where one is traced.
+
+    `jit(inline=True)` would do, but for jax from 0.11 on: there it is a program inside the program when JAX drops what
+    nobody needs.
+    """
+    jitted = jax.jit(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        by_itself = get_opaque_trace_state(convention="nnx") == _OUTSIDE
+        return (jitted if by_itself else function)(*args)
+
+    return call
+
+
 def await_programs() -> None:
     """Wait for every program that this thread has begun, as `jax.effects_barrier` does for those with effects.
 
@@ -135,10 +151,13 @@ def _refuse_jvp(*_: Any, differentiated: str, **__: Any) -> Any:
     raise TypeError(differentiated)
 
 
-def _keep(used: list[bool], call: JaxprEqn) -> tuple[list[bool], JaxprEqn]:
-    """JAX asks what of a call is needed: all of it, always. Gives its effect back if that is safe."""
+def _keep(*asked: Any) -> tuple[list[bool], JaxprEqn]:
+    """JAX asks what of a call is needed: all of it, always. Gives its effect back if that is safe.
+
+    `asked`: which results are used; from jax 0.12 on, which operands are looked at later; the call.
+    """
     global _effects_given_back
-    del used
+    call: JaxprEqn = asked[-1]
     threads = jax.config.read("jax_cpu_enable_async_dispatch")
     many = len(call.invars) >= _MANY
     if many and threads and call.params["devices"] == 1 and _is_last_and_outermost():

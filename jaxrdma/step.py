@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrdma import _native
 from jaxrdma.control import LeafSpec
-from jaxrdma.dispatch import kept_call
+from jaxrdma.dispatch import in_place, kept_call
 from jaxrdma.errors import CancelledError, MismatchError, StepError
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def make_calls(
         return told[0], told[1], out
 
     functions = (exchange, push_call, pull_call)
-    return Calls(*(jax.jit(_over(mesh, function), inline=True) for function in functions))
+    return Calls(*(in_place(_over(mesh, function)) for function in functions))
 
 
 def _over(mesh: Mesh | None, function: Callable[..., Any]) -> Callable[..., Any]:

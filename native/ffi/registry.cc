@@ -21,9 +21,10 @@ struct Registry {
   std::atomic<bool> none_failed = true;  ///< without the lock: a step that goes well takes none
 };
 
+/// Never destroyed: XLA's threads and an engine's may call while the process ends.
 Registry& registry() {
-  static Registry instance;
-  return instance;
+  static Registry* const instance = std::make_unique<Registry>().release();
+  return *instance;
 }
 
 /// A forked child has the memory of its parent's engines, and none of their threads: a call would
