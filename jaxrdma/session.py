@@ -842,9 +842,17 @@ class Session:
         OrderlyEnd.forget()
 
     def _at_exit(self) -> None:
-        # Set by the interpreter when an exception ended the program.
-        with contextlib.suppress(Terminated):  # that is what the program does
-            self._close(getattr(sys, "last_value", None))
+        try:
+            # Set by the interpreter when an exception ended the program.
+            with contextlib.suppress(Terminated):  # that is what the program does
+                self._close(getattr(sys, "last_value", None))
+        except KeyboardInterrupt as interrupt:
+            # Python would not tell it to anybody any more, and end with 0.
+            self._close(interrupt)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
 
     def _close(self, error: BaseException | None) -> None:
         with OrderlyEnd.put_off():

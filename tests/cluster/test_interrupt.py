@@ -93,6 +93,26 @@ def test_a_worker_that_waits_for_the_start_ends_by_keyboard_interrupt(
     assert re.search("worker 0 .*was: interrupted", job.output("server 0")), job.outputs()
 
 
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("way", ["alone", "alone-many"])
+def test_a_worker_that_waits_at_its_end_for_its_last_step_ends_by_the_signal(
+    make_job: Callable[..., Job], way: str
+) -> None:
+    job = make_job(1, 2).start("ending.py", 1, way)
+    job.wait_for_output("worker 0", "ends\n")
+    time.sleep(0.5)  # Python ends, and says nothing of how far it is
+    job.kill("worker 0", signal.SIGINT)
+    assert job.wait(SECONDS, ["worker 0"])["worker 0"] == -signal.SIGINT, job.outputs()
+    assert "Exception ignored" not in job.output("worker 0"), job.outputs()
+    job.wait(SECONDS, ["server 0"])
+    for name in (
+        "server 0",
+        "coordinator",
+    ):  # which waits for worker 1, that sleeps in code of its own
+        assert re.search("worker 0 .*was: interrupted", job.output(name)), job.outputs()
+    job.kill("worker 1")
+
+
 # Of the script moments.py. After the last, Python ends, and tells of an interrupt in its own way.
 MOMENTS = ("begins", "connected", "initialised", "step 5", "ends")
 

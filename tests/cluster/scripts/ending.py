@@ -3,7 +3,8 @@
 Ways: jit (compiled steps, nobody awaits them), scan, eager, twice (closed twice, and used after), dead (worker 1 kills
 itself after STEPS steps, worker 0 ends with steps in flight that can never be answered), after (as dead, but worker 0
 waits until they have failed, and ends with one more), late (worker 0 makes FILE and closes while its last step waits
-for worker 1, which takes it then), late-inside (the same, and the last step is one whose program does not use it).
+for worker 1, which takes it then), late-inside (the same, and the last step is one whose program does not use it),
+alone, alone-many (worker 0 ends while its step waits for worker 1, which sleeps).
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import jaxrdma
 steps, way = int(sys.argv[1]), sys.argv[2]
 session = jaxrdma.connect()
 # A program with many leaves JAX calls in another way.
-more = [jnp.ones(4)] * (40 if way.startswith("late") else 0)
+more = [jnp.ones(4)] * (40 if way in ("late", "late-inside", "alone-many") else 0)
 params = {"w": jnp.ones((256, 256)), "b": jnp.zeros(8), "more": more}
 state = session.init(params, update=optax.sgd(0.1))
 
@@ -57,6 +58,11 @@ if way in ("late", "late-inside"):
     if session.index == 0:
         file.touch()
     session.close()
+elif way in ("alone", "alone-many"):
+    if session.index == 1:
+        time.sleep(60)
+    step(state)
+    print("ends", flush=True)
 elif way == "scan":
     jax.jit(lambda s: jax.lax.scan(lambda c, _: (step(c), None), s, None, length=steps)[0])(state)
 elif way == "twice":
