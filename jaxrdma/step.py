@@ -106,11 +106,11 @@ def ps_step(state: PSState, grads: Any) -> PSState:
     servers once. Devices that are the CPU's, a simulation, need `jax.block_until_ready` on each step's state: XLA locks
     them up where many steps are begun ahead, also without jaxrdma.
 
-    A step is made whether or not its results are used, and before the session closes. (But use them in a function that
-    is differentiated: JAX may drop a jitted part of it that has run by itself before.) With many leaves JAX calls a
-    program fast in which this stands by itself, not inside another function that is jitted or in a loop (see
-    `jaxrdma/dispatch.py`), and does not know of its side effect: `jax.effects_barrier` does not wait for it,
-    `jax.block_until_ready(state)` does.
+    A step is made whether or not its results are used, and before the thread that has begun it closes the session (what
+    other threads have begun, they should wait for). But use them in a function that is differentiated: JAX may drop a
+    jitted part of it that has run by itself before. With many leaves JAX calls a program fast in which this stands by
+    itself, not inside another function that is jitted or in a loop (see `jaxrdma/dispatch.py`), and does not know of
+    its side effect: `jax.effects_barrier` does not wait for it, `jax.block_until_ready(state)` does.
 
     **Arguments:**
 
