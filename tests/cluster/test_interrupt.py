@@ -105,10 +105,8 @@ def test_a_worker_that_waits_at_its_end_for_its_last_step_ends_by_the_signal(
     assert job.wait(SECONDS, ["worker 0"])["worker 0"] == -signal.SIGINT, job.outputs()
     assert "Exception ignored" not in job.output("worker 0"), job.outputs()
     job.wait(SECONDS, ["server 0"])
-    for name in (
-        "server 0",
-        "coordinator",
-    ):  # which waits for worker 1, that sleeps in code of its own
+    # The coordinator waits for worker 1, which sleeps in code of its own.
+    for name in ("server 0", "coordinator"):
         assert re.search("worker 0 .*was: interrupted", job.output(name)), job.outputs()
     job.kill("worker 1")
 

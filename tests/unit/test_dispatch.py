@@ -51,15 +51,14 @@ def halves(state: State) -> State:
     return step, w
 
 
+# A function of its own: from jax 0.11 on, what became of `once` is taken again, and jit(jit(f)) is jit(f).
 @jax.jit
 def inside(state: State) -> State:
-    return once(
-        state
-    )  # a function of its own: from jax 0.11 on, what became of `once` is taken again
+    return once(state)
 
 
 def nested(state: State) -> State:
-    return inside(state)  # and jit(jit(f)) is jit(f)
+    return inside(state)
 
 
 def lowered(program: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, bool]:
