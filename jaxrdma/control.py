@@ -997,6 +997,11 @@ class ControlClient:
         self.clock = Offset()
         self._leaving = False
         self._heard = 0.0
+        self._spoke = float("inf")  # when the last heartbeat was sent; none yet
+        self._stood = (
+            -float("inf"),
+            0.0,
+        )  # when this process woke last from too long a sleep, its silence till then
         self._stop = threading.Event()
         self._heart: threading.Thread | None = None
         # Closing needs the threads and gRPC, so it must come before the interpreter takes them down; and a forked child
@@ -1319,7 +1324,10 @@ class ControlClient:
             stream.ended = True
             welcomed = self._welcome is not None
             lost = stream is self._stream and welcomed and not self._leaving
-        if lost:
+            silent = self._own_silence()
+        if lost and silent:
+            self._was_given_up(silent, reason)
+        elif lost:
             self._coordinator_lost(reason or "its connection ended without a word")
         with self._condition:
             self._condition.notify_all()
@@ -1330,7 +1338,32 @@ class ControlClient:
             f"the coordinator at {self._spec.coordinator} is lost: {why}{'; and ' if trouble else ''}{trouble}. "
             "Look at its output and its machine; the job must be started again."
         )
-        message = JobFailed("coordinator_lost", text, "coordinator", -1)
+        self._fail(JobFailed("coordinator_lost", text, "coordinator", -1))
+
+    def _own_silence(self) -> float:
+        """For how many seconds this process told nothing, if that was too long and has hardly ended; else 0."""
+        now = time.monotonic()
+        timeout = self._spec.heartbeat_timeout
+        if now - self._spoke > timeout:
+            return now - self._spoke  # the heart is still to wake
+        woke, silent = self._stood
+        return silent if now - woke < timeout else 0.0
+
+    def _was_given_up(self, silent: float, reason: str) -> None:
+        """The coordinator has ended the connection of a process that stood still.
+
+        It says why before it does. But if it has gone meanwhile, what gRPC writes when this process wakes fails, and
+        then gRPC throws away what it has not read yet.
+        """
+        text = (
+            f"{self._who()} itself was silent for {silent:.0f} s, and JAXRDMA_HEARTBEAT_TIMEOUT is "
+            f"{self._spec.heartbeat_timeout:g} s: it was stopped, or its machine was. Meanwhile the coordinator at "
+            f"{self._spec.coordinator} ended its connection{f' ({reason})' if reason else ''}; that one's output says "
+            "what became of the job."
+        )
+        self._fail(JobFailed("silent", text, self._hello.role, self._hello.index))
+
+    def _fail(self, message: JobFailed) -> None:
         with self._condition:
             if self._failure is not None or self._leaving:
                 return
@@ -1352,16 +1385,21 @@ class ControlClient:
         timeout = self._spec.heartbeat_timeout
         told: tuple[int, str] | None = None
         last = time.monotonic()
-        spoke = last
+        self._spoke = last
         pause = heartbeat_pause(timeout, busy=True)
         silent = 0.0
         while not self._stop.wait(
-            look := max(0.05, min(spoke + pause - last, _LOOK_SECONDS, timeout - silent))
+            look := max(0.05, min(self._spoke + pause - last, _LOOK_SECONDS, timeout - silent))
         ):
             now = time.monotonic()
             with self._condition:
                 if now - last > look + _PAUSE_SECONDS:
                     self._heard = now  # it was us who stood still
+                if now - self._spoke > timeout:
+                    # Nothing is written before what came meanwhile has been read: see `_was_given_up`.
+                    self._stood = now, now - self._spoke
+                    self._spoke = now
+                    pause = heartbeat_pause(timeout, busy=True)
                 silent = max(0.0, now - self._heard)
                 stream = self._stream
             last = now
@@ -1373,9 +1411,10 @@ class ControlClient:
                 return
             progress = self._progress()
             news = progress != told
-            if now < spoke + (heartbeat_pause(timeout, busy=True) if news else pause):
+            if now < self._spoke + (heartbeat_pause(timeout, busy=True) if news else pause):
                 continue
-            spoke, told = now, progress
+            self._spoke = now
+            told = progress
             pause = heartbeat_pause(timeout, busy=news)
             details = _no_details() if news else self._details()
             heartbeat = Heartbeat(*progress, *details, *self._traffic())

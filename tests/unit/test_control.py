@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -445,6 +446,24 @@ def test_a_stopped_worker_is_found_silent_and_told_so_when_it_wakes(cluster):
     victim.send_signal(signal.SIGCONT)
     assert victim.wait(5) == 1
     assert "silent for" in victim.stdout.read()
+
+
+def test_one_that_wakes_when_the_coordinator_has_gone_names_its_own_silence(cluster):
+    cluster.settings |= {"heartbeat_timeout": 2.0}
+    coordinator = cluster.start_coordinator()
+    victim = cluster.start_member("w0")
+    cluster.join("s0")
+    joined(victim)
+    victim.send_signal(signal.SIGSTOP)
+    coordinator.kill()
+    time.sleep(2.5)  # longer than the heartbeat timeout: so long it is to stand still
+    victim.send_signal(signal.SIGCONT)
+    assert victim.wait(5) == 1
+    text = victim.stdout.read()
+    assert re.search(
+        "worker 0 itself was silent for [23] s, and JAXRDMA_HEARTBEAT_TIMEOUT is 2 s", text
+    )
+    assert f"the coordinator at {cluster.address} ended its connection" in text
 
 
 def test_a_killed_coordinator_is_named_by_everybody(cluster):
