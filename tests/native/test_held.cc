@@ -38,9 +38,7 @@ class Job {
  public:
   Job(uint32_t servers, uint32_t workers, uint32_t held, uint64_t elements = kElements,
       float start = 0.0f)
-      : elements_(elements),
-        cluster_(servers, workers, holding(held, servers, elements)),
-        servers_(servers) {
+      : cluster_(servers, workers, holding(held, servers, elements)), servers_(servers) {
     std::vector<float> parameters = all(start, elements), back(elements);
     Call init;
     init.start(cluster_.worker(0), OperationKind::kInit, 0, &parameters, &back);
@@ -111,7 +109,6 @@ class Job {
   }
 
  private:
-  const uint64_t elements_;
   Cluster cluster_;
   const uint32_t servers_;
 };
