@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 # A lost data connection is nearly always the echo of a dying process, of which the coordinator knows more: it is given
 # this long to say so before the connection itself is called the cause.
 _VERDICT_SECONDS = 3.0
+# So long a program may go on after its job has failed before that is said: more than it takes to end by the error.
+_UNSEEN_SECONDS = 10.0
 
 # While a server runs an update its parameters cannot be read, and nobody tells a reader when it has ended: so we look
 # again, soon at first, and at last give up.
@@ -176,6 +178,7 @@ class Session:
         self._closed = False
         self._close_lock = threading.Lock()
         self._verdict = threading.Event()
+        self._ended = threading.Event()
         self._incarnation = secrets.randbits(63)
         self._made: _native.WorkerEngine | None = None
         self._joined = False  # connected to every server
@@ -216,9 +219,7 @@ class Session:
         except BaseException as error:
             self._abort(error)
             raise
-        self._monitor = threading.Thread(
-            target=self._watch_connections, name="jaxrdma-monitor", daemon=True
-        )
+        self._monitor = threading.Thread(target=self._watch, name="jaxrdma-monitor", daemon=True)
         self._monitor.start()
         # Registered after jax was imported, so it runs before JAX's own, which would wait for the network for ever.
         atexit.register(self._at_exit)
@@ -498,11 +499,16 @@ class Session:
         return trace.decode(self._engine.records())
 
     def leave(self) -> None:
-        """End this worker's part in good order: wait for what is in flight, say goodbye, close."""
+        """End this worker's part in good order: wait for what is in flight, say goodbye, close.
+
+        **Raises:** why the job failed, if the last step that the program began did so too: whoever never looked at a
+        result of it has not heard of that. All is closed then. The end of a `with` block raises it too, unless an
+        exception ended that; a program that ends without either says it, and ends with 1.
+        """
         self._close(None)
 
     def close(self) -> None:
-        """The same as `leave`. Idempotent."""
+        """The same as `leave`. Idempotent: only the first call raises."""
         self._close(None)
 
     def __enter__(self) -> "Session":
@@ -785,6 +791,17 @@ class Session:
         if engine.in_flight() > 0 or not self._joined:
             engine.interrupt()
 
+    def _watch(self) -> None:
+        self._watch_connections()
+        # A program that looks at its steps ends now. JAX lets one that does not go on and on, and tells it nothing.
+        if self._ended.wait(_UNSEEN_SECONDS) or self._client.failure is None:
+            return
+        control.say_on_stderr(
+            f"worker {self.index}: the job has failed: {self._client.failure} This program has gone on for "
+            f"{_UNSEEN_SECONDS:.0f} s since. The error of a step is raised where a result of it is waited for, as by "
+            "jax.block_until_ready(state)"
+        )
+
     def _watch_connections(self) -> None:
         if not self._engine.wait_failure(-1) or self._verdict.is_set() or self._closed:
             return
@@ -844,29 +861,52 @@ class Session:
     def _at_exit(self) -> None:
         try:
             # Set by the interpreter when an exception ended the program.
+            error = getattr(sys, "last_value", None)
             with contextlib.suppress(Terminated):  # that is what the program does
-                self._close(getattr(sys, "last_value", None))
+                unseen = self._close_quietly(error)
+                if unseen is not None and error is None:
+                    # Nobody can be raised at any more.
+                    _native.exit_with(1)
         except KeyboardInterrupt as interrupt:
             # Python would not tell it to anybody any more, and end with 0.
-            self._close(interrupt)
+            self._close_quietly(interrupt)
             sys.stdout.flush()
             sys.stderr.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
 
     def _close(self, error: BaseException | None) -> None:
-        with OrderlyEnd.put_off():
-            self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
-        if os.getpid() != self._pid:
+        if error is not None:
+            self._close_quietly(error)
             return
+        with OrderlyEnd.put_off():
+            unseen = self._end(error)
+        if unseen is not None:
+            raise unseen
+
+    def _close_quietly(self, error: BaseException | None) -> BaseException | None:
+        """Says on stderr what `_end` returns."""
+        with OrderlyEnd.put_off():
+            unseen = self._end(error)
+        if unseen is not None:
+            text = f"the job had failed before the session was closed: {unseen}"
+            control.say_on_stderr(f"worker {self.index}: {text}")
+        return unseen
+
+    def _end(self, error: BaseException | None) -> BaseException | None:
+        """Returns why the job has failed, if the program may not have heard of it."""
+        if os.getpid() != self._pid:
+            return None
         with self._close_lock:
             if self._closed:
-                return
+                return None
             failed = error is not None and not _is_clean_exit(error)
+            problem: str | None = None
             if not failed and self._engine.status.ok:
-                self._await_programs()
+                problem = _settle_programs(self.id)
+                if problem is not None and self._engine.status.ok and not OrderlyEnd.told:
+                    text = f"a step that nobody waited for failed: {problem}"
+                    control.say_on_stderr(f"worker {self.index}: {text}")
                 sent = self._engine.await_sent()
                 if sent.code == _native.Code.DEADLINE:  # it may have arrived, and count
                     control.say_on_stderr(
@@ -898,14 +938,19 @@ class Session:
             self._engine.close()
         _native.forget_session(self.id)
         self._verdict.set()
+        self._ended.set()
         if threading.current_thread() is not self._monitor:
             self._monitor.join()
+        unseen: BaseException | None = None
         if failed:
             _settle_programs(self.id)
         elif not self._engine.status.ok:
-            self._await_programs("the job had failed before the session was closed")
+            problem = _settle_programs(self.id) or problem
+            if problem is not None and not OrderlyEnd.told:  # or that is said in its place
+                unseen = self._first_cause(self._engine.status)
         self._end_signals()
         atexit.unregister(self._at_exit)
+        return unseen
 
     def _told_to_end(self, last_step: int) -> control.Failed | None:
         """What the others are told if a signal ends this process: nothing if they can do without it, for it leaves."""
@@ -919,13 +964,6 @@ class Session:
         leaves = ended and (self.num_workers == 1 or (bool(self._policies) and not needed))
         control.say_on_stderr(f"worker {self.index}: {text}{'; left the job' if leaves else ''}")
         return None if leaves else control.Failed("terminated", text)
-
-    def _await_programs(self, what: str = "a step that nobody waited for failed") -> None:
-        """Waits for programs that nobody awaited, so that their pushes count. `what`: what is said if one failed."""
-        problem = _settle_programs(self.id)
-        if problem is not None and not OrderlyEnd.told:  # or that is said in its place
-            why = self._client.failure or problem
-            control.say_on_stderr(f"worker {self.index}: {what}: {why}")
 
 
 def _check_mesh(mesh: Mesh | None) -> None:

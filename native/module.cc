@@ -19,6 +19,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/exit_code.h"
 #include "engine/server.h"
 #include "engine/wire.h"
 #include "engine/worker.h"
@@ -386,6 +387,7 @@ void bind_worker(nb::module_& m) {
         Unlocked());
   m.def("forget_session", &ffi::forget_session, nb::arg("session"), Unlocked());
   m.def("take_end", &ffi::take_end, nb::arg("session"), Unlocked());
+  m.def("exit_with", &exit_with, nb::arg("code"));
   m.def("cpu_handler", [] { return nb::capsule(ffi::cpu_handler()); });
   m.def("rows_handler", [] { return nb::capsule(ffi::rows_handler()); });
   m.def("exception_hook", &exception_hook, nb::arg("hook"));

@@ -76,19 +76,39 @@ def test_a_session_can_be_closed_twice_and_refuses_steps_afterwards(
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("way", ["dead", "after"])
+@pytest.mark.parametrize(
+    ("way", "code"), [("dead", 1), ("after", 1), ("dead-with", 1), ("dead-exit", 0)]
+)
 def test_a_program_ends_although_its_last_step_can_never_be_answered(
-    make_job: Callable[..., Job], way: str
+    make_job: Callable[..., Job], way: str, code: int
 ) -> None:
     job = make_job(2, 2).start("ending.py", STEPS, way)
+    check_worker_1_died(job)
+    assert job.wait(15, ["worker 0"])["worker 0"] == code, job.outputs()
+    said = job.output("worker 0").partition("at the end")[2]
+    if way == "dead-with":
+        assert re.search("^jaxrdma.*PeerFailedError: .*worker 1 .*died", said, re.MULTILINE), said
+    else:
+        # The program itself was over, or ends as it likes: the loss is a line, not an exception.
+        assert re.search("^jaxrdma: .*worker 1 .*died", said, re.MULTILINE), job.outputs()
+        assert "Traceback" not in job.output("worker 0"), job.outputs()
+
+
+@pytest.mark.timeout(100)
+def test_a_program_that_looks_at_no_step_hears_that_its_job_has_failed(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(2, 2).start("ending.py", STEPS, "blind")
+    check_worker_1_died(job)
+    assert job.wait(40, ["worker 0"])["worker 0"] == 1, job.outputs()
+    said = job.output("worker 0").partition("about to end")[2].partition("at the end")[0]
+    assert re.search("^jaxrdma: .*worker 1 .*died.* gone on for 10 s", said, re.MULTILINE), said
+
+
+def check_worker_1_died(job: Job) -> None:
     job.wait_for_output("worker 0", "about to end")
     assert job.wait(15, ["worker 1"])["worker 1"] == -signal.SIGKILL
     check_all_name(job, "worker 1 .*died", 15, ["server 0", "server 1", "coordinator"])
-    job.wait(15, ["worker 0"])
-    # The program itself was over: the loss is a line, not an exception.
-    said = job.output("worker 0").partition("at the end")[2]
-    assert re.search("^jaxrdma: .*worker 1 .*died", said, re.MULTILINE), job.outputs()
-    assert "Traceback" not in job.output("worker 0"), job.outputs()
 
 
 def check_counts(job: Job) -> None:

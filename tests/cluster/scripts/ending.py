@@ -1,10 +1,12 @@
 """A worker that ends in a way of its own. Usage: ending.py STEPS WAY [FILE]; the session is closed where that is said.
 
-Ways: jit (compiled steps, nobody awaits them), scan, eager, twice (closed twice, and used after), dead (worker 1 kills
-itself after STEPS steps, worker 0 ends with steps in flight that can never be answered), after (as dead, but worker 0
-waits until they have failed, and ends with one more), late (worker 0 makes FILE and closes while its last step waits
-for worker 1, which takes it then), late-inside (the same, and the last step is one whose program does not use it),
-alone, alone-many (worker 0 ends while its step waits for worker 1, which sleeps).
+Ways: jit (compiled steps, nobody awaits them), scan, eager, twice (closed twice, and used after), dead (worker 1
+kills itself after STEPS steps, worker 0 ends with steps in flight that can never be answered), after (as dead, but
+worker 0 waits until they have failed, and ends with one more), dead-with and dead-exit (as dead, but worker 0 closes
+by the end of a `with` block, in the second one by sys.exit(0)), blind (as dead, but worker 0 makes steps for 15 s
+more), late (worker 0 makes FILE and closes while its last step waits for worker 1, which takes it then), late-inside
+(the same, and the last step is one whose program does not use it), alone, alone-many (worker 0 ends while its step
+waits for worker 1, which sleeps).
 """
 
 import contextlib
@@ -76,7 +78,7 @@ elif way == "twice":
         jax.block_until_ready(step(state))
     except (jaxrdma.CancelledError, jax.errors.JaxRuntimeError) as error:
         print(f"refused: {error}", flush=True)
-elif way in ("dead", "after"):
+elif way in ("dead", "after", "dead-with", "dead-exit", "blind"):
     for _ in range(steps):
         state = step(state)
     jax.block_until_ready(state)
@@ -90,7 +92,15 @@ elif way in ("dead", "after"):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.block_until_ready(state)
         step(good)
+    end = time.monotonic() + (15 if way == "blind" else 0)
+    while time.monotonic() < end:
+        state = step(state)
+        time.sleep(0.01)
     print("at the end", flush=True)
+    if way in ("dead-with", "dead-exit"):
+        with session:
+            if way == "dead-exit":
+                sys.exit(0)
 else:
     one = step if way == "jit" else lambda state: jaxrdma.ps_step(state, state.params)
     for _ in range(steps - 1):
