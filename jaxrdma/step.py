@@ -347,30 +347,6 @@ def _varying(aval: Any) -> Iterable[Any]:
     return kind.varying if kind is not None else getattr(aval, "vma", ())
 
 
-def guard(
-    function: Callable[..., Any],
-    *,
-    vmapped: str | Callable[..., tuple[Any, Any]],
-    differentiated: str,
-) -> Callable[..., Any]:
-    """`function`, jitted, with an error of these texts where JAX would transform it; `vmapped` may be a rule too."""
-    batchable = jax.custom_batching.custom_vmap(function)
-
-    @batchable.def_vmap
-    def batch(axis_size: int, in_batched: Any, *args: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
-        if isinstance(vmapped, str):
-            raise TypeError(vmapped)
-        return vmapped(axis_size, in_batched, *args)
-
-    guarded = jax.custom_jvp(batchable)
-
-    @guarded.defjvp
-    def refuse_jvp(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
-        raise TypeError(differentiated)
-
-    return jax.jit(guarded, inline=True)
-
-
 def open_session(session: int) -> dict[int, FlowCalls]:
     """Makes a session known to the calls of this module; returns its table of flows, which the session fills."""
     return _open_sessions.setdefault(session, {})

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from jaxrdma import _native
 from jaxrdma.errors import ConfigError
-from jaxrdma.step import check_open, guard
+from jaxrdma.step import check_open
 
 TARGET = "jaxrdma_rows"
 
@@ -163,7 +163,7 @@ def _calls(session: int, number: int, columns: int) -> _Calls:
             raise TypeError("Embedding.lookup under a vmap over the table: map over the ids alone")
         return guarded_lookup(step, ids.reshape(-1)).reshape(size, -1, columns), True
 
-    guarded_lookup = guard(
+    guarded_lookup = _guard(
         lookup,
         vmapped=lookup_all,
         differentiated=(
@@ -171,7 +171,7 @@ def _calls(session: int, number: int, columns: int) -> _Calls:
             "then push it"
         ),
     )
-    guarded_push = guard(
+    guarded_push = _guard(
         push,
         vmapped=(
             "Embedding.push under vmap: a step is one push of each worker. Push the gradients of all ids at once, "
@@ -180,3 +180,27 @@ def _calls(session: int, number: int, columns: int) -> _Calls:
         differentiated="Embedding.push cannot be differentiated: push the gradient of the loss by the rows",
     )
     return _Calls(guarded_lookup, guarded_push)
+
+
+def _guard(
+    function: Callable[..., Any],
+    *,
+    vmapped: str | Callable[..., tuple[Any, Any]],
+    differentiated: str,
+) -> Callable[..., Any]:
+    """`function`, jitted, with an error of these texts where JAX would transform it; `vmapped` may be a rule too."""
+    batchable = jax.custom_batching.custom_vmap(function)
+
+    @batchable.def_vmap
+    def batch(axis_size: int, in_batched: Any, *args: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        if isinstance(vmapped, str):
+            raise TypeError(vmapped)
+        return vmapped(axis_size, in_batched, *args)
+
+    guarded = jax.custom_jvp(batchable)
+
+    @guarded.defjvp
+    def refuse_jvp(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        raise TypeError(differentiated)
+
+    return jax.jit(guarded, inline=True)
