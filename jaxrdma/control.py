@@ -89,7 +89,9 @@ _GRACE_SECONDS = 2.0  # for the coordinator's own, better explained deadline to 
 _LOOK_SECONDS = 2.5
 # What a firewall that refuses, or a missing route, makes of an attempt to connect.
 _REJECTED = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM)
-_PAUSE_SECONDS = 2.0  # a heartbeat this late means that this process itself was stopped
+# A heartbeat this late, or a quarter of what others bear, means that this process itself was stopped.
+_PAUSE_SECONDS = 2.0
+_WAKING_SECONDS = 5.0  # so long after a sleep its consequences may still arrive
 
 
 # Numbers off the wire that are reckoned with: beyond these they are refused where a message is read. -1: none.
@@ -1347,7 +1349,7 @@ class ControlClient:
         if now - self._spoke > timeout:
             return now - self._spoke  # the heart is still to wake
         woke, silent = self._stood
-        return silent if now - woke < timeout else 0.0
+        return silent if now - woke < min(timeout, _WAKING_SECONDS) else 0.0
 
     def _was_given_up(self, silent: float, reason: str) -> None:
         """The coordinator has ended the connection of a process that stood still.
@@ -1358,8 +1360,8 @@ class ControlClient:
         text = (
             f"{self._who()} itself was silent for {silent:.0f} s, and JAXRDMA_HEARTBEAT_TIMEOUT is "
             f"{self._spec.heartbeat_timeout:g} s: it was stopped, or its machine was. Meanwhile the coordinator at "
-            f"{self._spec.coordinator} ended its connection{f' ({reason})' if reason else ''}; that one's output says "
-            "what became of the job."
+            f"{self._spec.coordinator} ended its connection{f' ({reason})' if reason else ''}: look there for what "
+            "became of the job."
         )
         self._fail(JobFailed("silent", text, self._hello.role, self._hello.index))
 
@@ -1393,7 +1395,7 @@ class ControlClient:
         ):
             now = time.monotonic()
             with self._condition:
-                if now - last > look + _PAUSE_SECONDS:
+                if now - last > look + min(_PAUSE_SECONDS, timeout / 4):
                     self._heard = now  # it was us who stood still
                 if now - self._spoke > timeout:
                     # Nothing is written before what came meanwhile has been read: see `_was_given_up`.
