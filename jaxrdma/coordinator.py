@@ -126,6 +126,7 @@ TOKEN_BYTES = 16  # as native/fabric/fabric.h wants them
 _TICK_SECONDS = 0.25
 _QUIET_SECONDS = 1.0  # between two ticks while only somebody's silence can come of them
 _PAUSE_SECONDS = 3.0  # a tick this late means that the coordinator itself was stopped
+_WAKING_SECONDS = 5.0  # so long after that its consequences may still arrive
 _HELLO_SECONDS = 10.0
 _GOODBYE_SECONDS = 2.0  # for a stranger to take the answer that it is none of us
 _MOST_PARAMETERS = 10**18  # of a model; more cannot be addressed in bytes, nor told to an observer
@@ -299,6 +300,10 @@ class Membership:
         self._next_text = now + control.PROGRESS_SECONDS
         self._beat_seconds = control.heartbeat_pause(heartbeat_timeout, busy=False)
         self._last_tick = now
+        self._stood = (
+            -float("inf"),
+            0.0,
+        )  # when the coordinator woke last, how long it had stood still
         self._refusal: tuple[float, str] | None = None
         self._started = False  # everybody is here, and every server lets the workers in
         self._transport = ("", "")  # what the job uses, and why; once all are here
@@ -491,6 +496,13 @@ class Membership:
         if member.confessed:
             return self._confirm_suspect(member, now)
         text = f"{member.name} ({member.place}) died: {why or 'its connection ended without a goodbye'}, {member.last}"
+        self._notice_pause(now)
+        woke, stood = self._stood
+        if now - woke < _WAKING_SECONDS and stood > self._heartbeat_timeout - self._beat_seconds:
+            text += (
+                f"; but the coordinator itself stood still for {stood:.0f} s until then, and who does not hear from it "
+                f"for {self._heartbeat_timeout:g} s takes it for lost"
+            )
         return self._lose(member, "died", text, now)
 
     def interrupt(self, why: str, now: float) -> Outgoing:
@@ -500,12 +512,18 @@ class Membership:
             return self._end_rescue_if_over(now)
         return self._fail("interrupted", f"the coordinator was stopped: {why}", None, now)
 
-    def tick(self, now: float) -> Outgoing:
-        """What the passing of time leads to. To be called after `next_tick` seconds, or earlier."""
-        if now - self._last_tick > _PAUSE_SECONDS:
-            # It was the coordinator that stood still, or its machine: nobody could have been heard meanwhile.
+    def _notice_pause(self, now: float) -> None:
+        """If it was the coordinator that stood still, or its machine, nobody could have been heard meanwhile."""
+        stood = now - self._last_tick
+        if stood > min(_PAUSE_SECONDS, max(2 * _QUIET_SECONDS, self._heartbeat_timeout / 2)):
+            self._last_tick = now
+            self._stood = now, stood
             for member in self._live():
                 member.heard = member.since = now
+
+    def tick(self, now: float) -> Outgoing:
+        """What the passing of time leads to. To be called after `next_tick` seconds, or earlier."""
+        self._notice_pause(now)
         self._last_tick = now
         out: Outgoing = []
         if self._rescuer is not None:

@@ -770,6 +770,23 @@ def test_a_pause_of_the_coordinator_is_nobodys_silence(job):
     assert job.membership.failure is None
 
 
+def test_who_gave_up_a_coordinator_that_stood_still_is_not_all_that_is_blamed(job):
+    job.wait(1, ALL)
+    job.now += 60
+    job.lose("w0")  # before any tick
+    assert re.search(
+        "worker 0 .* died.*; but the coordinator itself stood still for 60 s", job.failure.text
+    )
+
+
+def test_a_death_long_after_a_pause_of_the_coordinator_is_a_death(job):
+    job.wait(1, ALL)
+    job.now += 60
+    job.wait(10, ALL)
+    job.lose("w0")
+    assert "stood still" not in job.failure.text
+
+
 def test_a_slow_step_is_not_silence(job):
     job.wait(120, ALL)
     assert job.membership.failure is None
