@@ -501,9 +501,10 @@ class Session:
     def leave(self) -> None:
         """End this worker's part in good order: wait for what is in flight, say goodbye, close.
 
-        **Raises:** why the job failed, if the last step that the program began did so too: whoever never looked at a
-        result of it has not heard of that. All is closed then. The end of a `with` block raises it too, unless an
-        exception ended that; a program that ends without either says it, and ends with 1.
+        **Raises:** why the job failed, if the last step that the program began did so too: nobody may have looked at a
+        result of it. (Once more, where the program did and caught the error.) All is closed then. The end of a
+        `with` block raises it too, unless an exception ended that; a program that ends without either says it, and
+        ends with 1.
         """
         self._close(None)
 
@@ -796,10 +797,10 @@ class Session:
         # A program that looks at its steps ends now. JAX lets one that does not go on and on, and tells it nothing.
         if self._ended.wait(_UNSEEN_SECONDS) or self._client.failure is None:
             return
+        why = str(self._client.failure).rstrip(".")
         control.say_on_stderr(
-            f"worker {self.index}: the job has failed: {self._client.failure} This program has gone on for "
-            f"{_UNSEEN_SECONDS:.0f} s since. The error of a step is raised where a result of it is waited for, as by "
-            "jax.block_until_ready(state)"
+            f"worker {self.index}: no step can be made any more, for {_UNSEEN_SECONDS:.0f} s already: {why}. A step "
+            "raises that where a result of it is waited for, as by jax.block_until_ready(state)"
         )
 
     def _watch_connections(self) -> None:
@@ -889,7 +890,7 @@ class Session:
         with OrderlyEnd.put_off():
             unseen = self._end(error)
         if unseen is not None:
-            text = f"the job had failed before the session was closed: {unseen}"
+            text = f"no step could be made any more when the session was closed: {unseen}"
             control.say_on_stderr(f"worker {self.index}: {text}")
         return unseen
 
