@@ -1000,10 +1000,8 @@ class ControlClient:
         self._leaving = False
         self._heard = 0.0
         self._spoke = float("inf")  # when the last heartbeat was sent; none yet
-        self._stood = (
-            -float("inf"),
-            0.0,
-        )  # when this process woke last from too long a sleep, its silence till then
+        # When this process woke last from too long a sleep, and its silence till then.
+        self._stood = -float("inf"), 0.0
         self._stop = threading.Event()
         self._heart: threading.Thread | None = None
         # Closing needs the threads and gRPC, so it must come before the interpreter takes them down; and a forked child

@@ -300,10 +300,8 @@ class Membership:
         self._next_text = now + control.PROGRESS_SECONDS
         self._beat_seconds = control.heartbeat_pause(heartbeat_timeout, busy=False)
         self._last_tick = now
-        self._stood = (
-            -float("inf"),
-            0.0,
-        )  # when the coordinator woke last, how long it had stood still
+        # When the coordinator woke last, and how long it had stood still.
+        self._stood = -float("inf"), 0.0
         self._refusal: tuple[float, str] | None = None
         self._started = False  # everybody is here, and every server lets the workers in
         self._transport = ("", "")  # what the job uses, and why; once all are here
