@@ -237,6 +237,9 @@ def tell_interrupts_plainly() -> None:
         interrupted: bool,
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
+            # JAX's trace of the program that it was lowering, which it puts before whatever ends that.
+            if type(error.__cause__).__name__ == "JaxStackTraceBeforeTransformation":
+                error.__cause__ = None
             if _is_ours(error.__context__):
                 error.__suppress_context__ = True
         elif interrupted and OrderlyEnd.told and _is_ours(error):
