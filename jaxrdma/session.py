@@ -176,6 +176,7 @@ class Session:
         self._read_lock = threading.Lock()
         self._readable: set[int] = set()  # models with memory to read into
         self._closed = False
+        self._cut_by: BaseException | None = None  # what interrupted the end of this session
         self._close_lock = threading.Lock()
         self._verdict = threading.Event()
         self._ended = threading.Event()
@@ -861,6 +862,11 @@ class Session:
 
     def _at_exit(self) -> None:
         try:
+            if (
+                self._cut_by is not None and os.getpid() == self._pid
+            ):  # and that was interrupted too
+                self._cut(self._cut_by)
+                return
             # Set by the interpreter when an exception ended the program.
             error = getattr(sys, "last_value", None)
             with contextlib.suppress(Terminated):  # that is what the program does
@@ -914,34 +920,32 @@ class Session:
                         f"worker {self.index}: {sent.message}; it leaves the job all the same"
                     )
             self._closed = True
+        try:
+            return self._part(error if failed else None, problem)
+        except BaseException as interrupt:
+            self._cut_by = interrupt
+            self._cut(interrupt)
+            raise
+
+    def _part(self, error: BaseException | None, problem: str | None) -> BaseException | None:
+        """What remains of `_end`, once nothing can be begun any more. `error`: of this worker; `problem`: of a step."""
         step.close_session(self.id)
         last_step = self._engine.stats().last_step
-        told = self._told_to_end(last_step)
-        if failed and self._client.failure is None:
-            assert error is not None
+        told, failed = self._told_to_end(last_step), error is not None
+        if error is not None and self._client.failure is None:
             self._client.send(_failed_message(error))
             self._dumper.save(f"ended by {type(error).__name__}")
         elif told is not None:
             self._client.send(told)
             failed = True
         if failed or not self._engine.status.ok:
-            # What still waits ends now: a program of this process must not outlive its session.
-            self._engine.fail(
-                _native.Status(
-                    _native.Code.CANCELLED, "the session was closed because this worker failed"
-                )
-            )
-            self._engine.close()
+            self._end_engine()
             self._client.close()
         else:
             # The goodbye first: a server takes the end of a connection before it for a loss.
             self._client.leave(last_step)
             self._engine.close()
-        _native.forget_session(self.id)
-        self._verdict.set()
-        self._ended.set()
-        if threading.current_thread() is not self._monitor:
-            self._monitor.join()
+        self._end_threads()
         unseen: BaseException | None = None
         if failed:
             _settle_programs(self.id)
@@ -952,6 +956,33 @@ class Session:
         self._end_signals()
         atexit.unregister(self._at_exit)
         return unseen
+
+    def _cut(self, interrupt: BaseException) -> None:
+        """Ends at once what `_part` was interrupted in. Once more does no harm, wherever that was interrupted too.
+
+        A thread of the session that came back from a native wait after the interpreter has ended would be unwound
+        through functions that may not throw, and abort the process.
+        """
+        if self._client.failure is None:
+            self._client.send(_failed_message(interrupt))  # goes nowhere after the goodbye
+        self._client.close()
+        self._end_engine()
+        self._end_threads()
+        self._end_signals()
+        atexit.unregister(self._at_exit)
+
+    def _end_engine(self) -> None:
+        """What still waits ends now: a program of this process must not outlive its session."""
+        why = "the session was closed because this worker failed"
+        self._engine.fail(_native.Status(_native.Code.CANCELLED, why))
+        self._engine.close()
+
+    def _end_threads(self) -> None:
+        _native.forget_session(self.id)
+        self._verdict.set()
+        self._ended.set()
+        if threading.current_thread() is not self._monitor:
+            self._monitor.join()
 
     def _told_to_end(self, last_step: int) -> control.Failed | None:
         """What the others are told if a signal ends this process: nothing if they can do without it, for it leaves."""

@@ -111,6 +111,26 @@ def test_a_worker_that_waits_at_its_end_for_its_last_step_ends_by_the_signal(
     job.kill("worker 1")
 
 
+@pytest.mark.timeout(100)
+def test_a_worker_that_is_interrupted_while_it_leaves_has_no_thread_left(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    file = tmp_path / "now"
+    job = make_job(1, 1).start("ending.py", 3, "leaving", file)
+    job.wait_for_output("worker 0", "ready\n")
+    job.kill("coordinator", signal.SIGSTOP)  # so nobody takes note of its goodbye
+    file.touch()
+    job.wait_for_output("worker 0", "ends\n")
+    time.sleep(0.5)  # it says nothing of how far it is
+    job.kill("worker 0", signal.SIGINT)
+    job.wait_for_output("worker 0", "\nKeyboardInterrupt\n", RAISED_S)
+    assert job.wait(SECONDS, ["worker 0"])["worker 0"] == -signal.SIGINT, job.outputs()
+    # One that woke up in an interpreter that has ended would abort the process.
+    assert "threads left: []" in job.output("worker 0"), job.outputs()
+    job.kill("coordinator", signal.SIGCONT)
+    job.wait(15, ["server 0", "coordinator"])
+
+
 # Of the script moments.py. After the last, Python ends, and tells of an interrupt in its own way.
 MOMENTS = ("begins", "connected", "initialised", "step 5", "ends")
 

@@ -5,7 +5,8 @@ kills itself after STEPS steps, worker 0 ends with steps in flight that can neve
 worker 0 waits until they have failed, and ends with one more), dead-with and dead-exit (as dead, but worker 0 closes
 by the end of a `with` block, in the second one by sys.exit(0)), blind (as dead, but worker 0 makes steps for 15 s
 more), late (worker 0 makes FILE and closes while its last step waits for worker 1, which takes it then), late-inside
-(the same, and the last step is one whose program does not use it), alone, alone-many (worker 0 ends while its step
+(the same, and the last step is one whose program does not use it), leaving (closes once there is FILE; interrupted in
+that, it says which threads the session has left), alone, alone-many (worker 0 ends while its step
 waits for worker 1, which sleeps).
 """
 
@@ -13,6 +14,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,6 +62,20 @@ if way in ("late", "late-inside"):
     if session.index == 0:
         file.touch()
     session.close()
+elif way == "leaving":
+    for _ in range(steps):
+        state = step(state)
+    jax.block_until_ready(state)
+    print("ready", flush=True)
+    while not Path(sys.argv[3]).exists():
+        time.sleep(0.01)
+    print("ends", flush=True)
+    try:
+        session.close()
+    except KeyboardInterrupt:
+        mine = [t.name for t in threading.enumerate() if t.name.startswith("jaxrdma")]
+        print(f"threads left: {mine}", flush=True)
+        raise
 elif way in ("alone", "alone-many"):
     if session.index == 1:
         time.sleep(60)
