@@ -138,7 +138,11 @@ class SignalWatch:
         return self
 
     def stop(self) -> None:
-        if self._thread is None:
+        thread, self._thread = (
+            self._thread,
+            None,
+        )  # first: who is interrupted in here may come again
+        if thread is None:
             return
         if threading.current_thread() is threading.main_thread():
             current = signal.set_wakeup_fd(self._previous if self._previous >= 0 else -1)
@@ -146,9 +150,8 @@ class SignalWatch:
                 signal.set_wakeup_fd(current)  # somebody came after us: leave theirs
         self._writer.shutdown(socket.SHUT_WR)  # to close it does not do: somebody may hold a copy
         self._writer.close()
-        self._thread.join()
+        thread.join()
         self._reader.close()
-        self._thread = None
 
     def forget(self) -> None:
         """In a forked child: what it writes would reach its parent, and it has not the thread."""
@@ -211,6 +214,8 @@ def signal_together(processes: Sequence[Callable[[int], None]], number: int) -> 
 
 
 _OURS = "jaxrdma: "  # in the text of every error that comes out of a compiled program
+# Whose `except` clauses are their own affair: the interpreter's library, and what a training loop passes through.
+_LIBRARIES = sys.stdlib_module_names | {"jax", "jaxlib", "jaxrdma", "numpy", "optax"}
 _hook_lock = threading.Lock()
 _hooked = False
 
@@ -240,6 +245,7 @@ def tell_interrupts_plainly() -> None:
             # JAX's trace of the program that it was lowering, which it puts before whatever ends that.
             if type(error.__cause__).__name__ == "JaxStackTraceBeforeTransformation":
                 error.__cause__ = None
+            _forget_lookups(error)
             if _is_ours(error.__context__):
                 error.__suppress_context__ = True
         elif interrupted and OrderlyEnd.told and _is_ours(error):
@@ -251,6 +257,22 @@ def tell_interrupts_plainly() -> None:
         previous(kind, error, trace)
 
     sys.excepthook = _native.exception_hook(hook)
+
+
+def _forget_lookups(interrupt: BaseException) -> None:
+    """Drops what a library was handling when the interrupt came, a cache that had no entry for instance.
+
+    Python tells it as "during handling of the above exception, another exception occurred". What the program itself
+    was handling stays: it may be why somebody pressed Ctrl-C.
+    """
+    error = interrupt
+    while (handled := error.__context__) is not None:
+        trace = handled.__traceback__  # begins in the function that handles it
+        name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+        if name.partition(".")[0] in _LIBRARIES:
+            error.__context__ = handled.__context__
+        else:
+            error = handled
 
 
 def _is_ours(error: BaseException | None) -> bool:
