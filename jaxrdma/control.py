@@ -1134,16 +1134,21 @@ class ControlClient:
             )
 
     def leave(self, step: int, timeout: float = 5.0) -> None:
-        """Say that this process is done after `step`, and wait until the coordinator has taken note. Then `close`."""
-        with self._condition:
-            stream = self._stream
-            self._leaving = True
-            if stream is not None and not self._over():
-                self.send(Left(step))
-                self.send(Bye())
-                stream.finish()
-                self._condition.wait_for(self._over, timeout)
-        self.close()
+        """Say that this process is done after `step`, and wait until the coordinator has taken note. Then `close`.
+
+        Who is interrupted in that is closed too.
+        """
+        try:
+            with self._condition:
+                stream = self._stream
+                self._leaving = True
+                if stream is not None and not self._over():
+                    self.send(Left(step))
+                    self.send(Bye())
+                    stream.finish()
+                    self._condition.wait_for(self._over, timeout)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End the stream and the threads, within about a second. What was sent before still arrives. Idempotent.

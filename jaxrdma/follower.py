@@ -210,9 +210,11 @@ class Follower:
         # Its connections may end in any order with its goodbye: nobody minds.
         if self._made is not None:
             self._made.close()
-        self._client.leave(self._step)
-        self._signals.stop()
-        atexit.unregister(self.close)
+        try:
+            self._client.leave(self._step)
+        finally:
+            self._signals.stop()
+            atexit.unregister(self.close)
 
     def __enter__(self) -> "Follower":
         return self

@@ -547,6 +547,19 @@ def test_waiting_ends_when_the_client_is_closed(cluster):
     timer.join()
 
 
+def test_a_goodbye_that_is_interrupted_leaves_no_thread(cluster):
+    coordinator = cluster.start_coordinator()
+    worker, _ = cluster.join("w0", "s0")
+    coordinator.send_signal(signal.SIGSTOP)  # so it does not take note
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        worker.leave(3)
+    timer.join()
+    for thread in (worker._heart, worker._stream.reader):
+        assert not thread.is_alive(), thread
+
+
 def test_a_coordinator_that_waits_rests(cluster):
     coordinator = cluster.start_coordinator()
     cluster.join("w0", "s0")
