@@ -419,11 +419,11 @@ def jaxrdma_settings(env: Mapping[str, str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for variable in sorted(env):
-        if not variable.startswith(_PREFIX) or variable in _NATIVE_VARIABLES:
+        if not variable.startswith(_PREFIX) or variable in NATIVE_VARIABLES:
             continue
         name = variable.removeprefix(_PREFIX).lower()
         if name not in _PARSERS or variable != _PREFIX + name.upper():
-            known = [_PREFIX + n.upper() for n in _PARSERS] + list(_NATIVE_VARIABLES)
+            known = [_PREFIX + n.upper() for n in _PARSERS] + list(NATIVE_VARIABLES)
             raise ConfigError(
                 f"environment variable {variable} does not exist{_nearest(variable.upper(), known)}"
             )
@@ -677,7 +677,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "link_timeout": (float, _SECONDS),
 }
 # Read by the native module itself.
-_NATIVE_VARIABLES = ("JAXRDMA_IBVERBS_LIB",)
+NATIVE_VARIABLES = ("JAXRDMA_IBVERBS_LIB",)
 
 
 def _nearest(name: str, known: "tuple[str, ...] | list[str]") -> str:

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from jaxrdma.cluster import ROLES, ClusterSpec, parse_address
+from jaxrdma.cluster import NATIVE_VARIABLES, ROLES, ClusterSpec, parse_address
 from jaxrdma.hosts import Share, check_place
 from jaxrdma.restarts import Ending, Loss, judge, judge_worker
 from jaxrdma.signals import do_nothing, ending_signals, signal_main_thread, signal_together
@@ -136,7 +136,7 @@ def _environment(env: Mapping[str, str], spec: ClusterSpec) -> dict[str, str]:
     kept = {
         name: value
         for name, value in env.items()
-        if not name.startswith("JAXRDMA_") and name != "TF_CONFIG"
+        if name in NATIVE_VARIABLES or not (name.startswith("JAXRDMA_") or name == "TF_CONFIG")
     }
     kept.setdefault(
         "PYTHONUNBUFFERED", "1"

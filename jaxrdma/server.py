@@ -103,15 +103,15 @@ def run_server(spec: ClusterSpec, listen: str, metrics: tuple[str, int] | None =
     - `listen`: "host:port" for the workers' data connections; port 0 means any free one.
     - `metrics`: host and port at which Prometheus is told this server's numbers. `None`: nowhere.
 
-    **Returns:** the exit code: 0 after a job that ended in good order, 1 after a failed one, 130 after
-    Ctrl-C, 143 after SIGTERM. What went wrong is printed.
+    **Returns:** the exit code: 0 after a job that ended in good order, 1 after a failed one, 2 if the settings cannot
+    be used, 130 after Ctrl-C, 143 after SIGTERM. What went wrong is printed.
     """
     try:
         with _Server(spec, listen, metrics) as server:
             return server.run()
     except JaxRdmaError as error:
         control.say_on_stderr(f"server {spec.index}: {type(error).__name__}: {error}")
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 class _Server:

@@ -35,10 +35,9 @@ that begins with two workers and may have four, of which the third comes later, 
 
 Output lines carry the name of the process they come from. Standard input is empty for all. Ctrl-C reaches the workers
 first; nothing is left 3 seconds later. If one process fails, the others have 5 seconds to tell their own side of it.
-Of the environment, JAXRDMA_CONNECT_TIMEOUT, JAXRDMA_HEARTBEAT_TIMEOUT, JAXRDMA_STALL_WARNING, JAXRDMA_STEP_TIMEOUT,
-JAXRDMA_PARTITION_BYTES, JAXRDMA_ORDERED, JAXRDMA_TRANSPORT, JAXRDMA_SPIN_US, JAXRDMA_CHECKPOINT (_STEPS, _SECONDS,
-_KEEP, _RESTORE), JAXRDMA_REPLICATE, the settings of TLS (JAXRDMA_TLS_CERT, _KEY, _CA) and of verbs (JAXRDMA_DEVICE,
-JAXRDMA_LINK_TIMEOUT, ...) reach every process. Servers never see a GPU.
+The settings in the environment (JAXRDMA_..., see the README) reach every process, but for those that the launcher says
+itself: which process it is, and, of a job on one machine, the secret and the name. Options go before them; TF_CONFIG is
+not read. Servers never see a GPU.
 
 With TLS all processes of one machine show the same certificate. On one machine it must name 127.0.0.1, where the
 coordinator is then; on several, that of the coordinator's machine names the host of --coordinator.
@@ -140,6 +139,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{WORKER_RESTARTS} if its policy has on_loss='wait', else 0",
     )
     parser.add_argument(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="the coordinator answers Prometheus there, server i at the port plus i + 1; without a host on loopback",
+    )
+    parser.add_argument(
+        "--trace-dir",
+        metavar="DIR",
+        help="workers and servers leave files for `jaxrdma trace` there, on SIGUSR1 and when they or the job fail",
+    )
+    parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         help="where the coordinator of a job on several machines listens",
@@ -187,18 +196,21 @@ def run(args: argparse.Namespace) -> int:
         "checkpoint_restore": args.checkpoint_restore,
         "replicate": args.replicate,
         "most_workers": args.most_workers,
+        "metrics": args.metrics,
+        "trace_dir": None if args.trace_dir is None else str(Path(args.trace_dir).absolute()),
     }
     several = args.coordinator is not None or args.here is not None
-    passed_on = [*given, "connect_timeout", "heartbeat_timeout", "stall_warning", "step_timeout"]
-    passed_on += ["spin_us", "tls_cert", "tls_key", "tls_ca"]
+    # What the launcher says itself, of each process; alone, it makes a secret too.
+    own = {"coordinator", "role", "index", "num_workers", "num_servers", "attempt"}
     if several:
         given["secret"] = read_secret(args.secret_file)
-        passed_on += ["secret", "job"]
+    else:
+        own |= {"secret", "job"}
     environment = jaxrdma_settings(os.environ)
-    settings = {name: value for name, value in environment.items() if name in passed_on}
+    settings = {name: value for name, value in environment.items() if name not in own}
     settings |= {name: value for name, value in given.items() if value is not None}
-    verbs = {f.name: environment[f.name] for f in fields(VerbsSettings) if f.name in environment}
-    settings["verbs"] = VerbsSettings(**verbs)
+    verbs = [f.name for f in fields(VerbsSettings) if f.name in settings]
+    settings["verbs"] = VerbsSettings(**{name: settings.pop(name) for name in verbs})
     _check_restarts(args.restarts, settings)
     if not several and settings.get("most_workers", 0) > args.workers:
         raise ConfigError(

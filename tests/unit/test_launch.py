@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrdma.cli import main
-from jaxrdma.cluster import ClusterSpec
+from jaxrdma.cluster import _PARSERS, ClusterSpec
 from jaxrdma.control import ControlClient, Failed
 from jaxrdma.launch import Lines, Screen, kill_sessions, server_environment, worker_environment
 from tests.cluster.job import free_address
@@ -29,7 +29,7 @@ SPEC = ClusterSpec("127.0.0.1:7", "worker", 0, 1, 1, secret="s")
 # those that follow: "killed,good".
 WORKER = """
 import os, signal, subprocess, sys, time
-from jaxrdma.cluster import ClusterSpec
+from jaxrdma.cluster import _PARSERS, ClusterSpec
 from jaxrdma.control import ControlClient, Failed
 from jaxrdma.errors import JaxRdmaError
 
@@ -86,7 +86,7 @@ finally:
 LASTING_WORKER = """
 import os, secrets, signal, sys, time
 from pathlib import Path
-from jaxrdma.cluster import ClusterSpec
+from jaxrdma.cluster import _PARSERS, ClusterSpec
 from jaxrdma.control import ControlClient, Failed, FlowProposal, FlowStart, MemberLeft
 from jaxrdma.policy import Async, to_wire
 
@@ -803,6 +803,7 @@ COPIES = ("launch", "--servers", "2", "--replicate", "1")
         (["launch", "--here", "worker:0", __file__], "--here needs --coordinator HOST:PORT"),
         (["launch", "--coordinator", "127.0.0.1:7", __file__], "--coordinator needs --here"),
         (["launch", "--listen", "127.0.0.1", __file__], "--listen is for a job on several"),
+        (["launch", "--metrics", "x", __file__], "metrics address"),
         (["launch", "--secret-file", "x", __file__], "--secret-file is for a job on several"),
         ([*HERE, "worker:7", __file__], "a job of 1 worker has worker:0; did you mean worker:0?"),
         ([*MORE, "4", "--here", "worker:4", __file__], "a job of 4 workers has worker:0-3"),
@@ -859,6 +860,29 @@ def test_servers_never_see_a_gpu_and_workers_have_threads_to_wait_on():
     for result in (server, worker):
         assert "TF_CONFIG" not in result
         assert ClusterSpec.from_environment(result) == SPEC
+
+
+def test_which_library_has_verbs_reaches_every_process():
+    env = {"JAXRDMA_IBVERBS_LIB": "/lib/own.so"}
+    for environment in (server_environment, worker_environment):
+        assert environment(env, SPEC)["JAXRDMA_IBVERBS_LIB"] == "/lib/own.so"
+
+
+@pytest.mark.parametrize("several", [[], ["--coordinator", "127.0.0.1:7", "--here", "worker:0"]])
+def test_every_setting_reaches_the_processes_but_those_of_each(monkeypatch, several):
+    # Where 1 will not do.
+    values = {"partition_bytes": "64", "checkpoint_restore": "auto", "transport": "tcp"}
+    values |= {"metrics": "9400", "device": "a,b", "fault": "worker 1: lost 4"}
+    plans = []
+    monkeypatch.setattr("jaxrdma.cli.launch.launch", lambda plan: plans.append(plan) or 0)
+    for name in _PARSERS:
+        monkeypatch.setenv(f"JAXRDMA_{name.upper()}", values.get(name, "1"))
+    assert main(["launch", "--servers", "2", *several, __file__]) == 0
+    settings = dict(plans[0].settings)
+    told = set(settings) | {k for k, v in vars(settings["verbs"]).items() if v is not None}
+    of_each = {"coordinator", "role", "index", "num_workers", "num_servers", "attempt"}
+    assert set(_PARSERS) - (told - {"verbs"}) == of_each | (set() if several else {"secret", "job"})
+    assert settings["metrics"] == "9400" and settings["verbs"].device == ("a", "b")
 
 
 # --- output ---
