@@ -115,6 +115,10 @@ class Copier:
         """
         raise_for(self._engine.connect([address], [token], int(timeout * 1000)))
 
+    def cancel(self) -> None:
+        """Copy nothing any more: a `connect` that waits in another thread ends."""
+        self._engine.fail(_native.Status(_native.Code.CANCELLED, "the job has ended"))
+
     def add(self, flow: int, part: Plan) -> None:
         """A model, of which this server holds `part`, by `part_plan`; once there is a connection.
 

@@ -147,6 +147,7 @@ class _Server:
         self._followers: set[int] = set()
         self._follower_room = 0  # for so many of them memory is reckoned as locked
         self._signal = 0
+        self._meeting = False  # its mirror, which it waits for
         self._step = -1
         self._doing = "serving"
         self._published: dict[int, int] = {}  # by model, the version of its parameters
@@ -211,7 +212,12 @@ class _Server:
             see_signal(signal.SIGUSR1)
         with self._watch:
             # joins before anything else may fail: the others learn of failures through the client
-            roster = self._client.join()
+            try:
+                roster = self._client.join()
+            except JaxRdmaError:
+                if self._signal:
+                    return 128 + self._signal
+                raise
             try:
                 self._made = self._make_engine(roster)
             except JaxRdmaError as error:
@@ -321,9 +327,7 @@ class _Server:
     def _turn(self) -> int | None:
         event = self._engine.wait_event(self._timeout_ms())
         if self._signal:
-            self._client.send(
-                control.Failed("interrupted", f"ended by {signal.Signals(self._signal).name}")
-            )
+            self._client.send(self._told_to_end())
             return 128 + self._signal
         while not self._inbox.empty():
             code = self._handle(self._inbox.get())
@@ -629,7 +633,15 @@ class _Server:
     def _meet_mirror(self, mirror: MirrorAt) -> None:
         assert self._copier is not None, "only who has a mirror is told where it is"
         self._mirror = f"server {mirror.server}"
-        self._copier.connect(mirror.address, mirror.token, self._spec.connect_timeout)
+        self._meeting = True
+        try:
+            if not self._is_over():
+                self._copier.connect(mirror.address, mirror.token, self._spec.connect_timeout)
+        except JaxRdmaError:
+            if not self._is_over():  # the loop sees why
+                raise
+        finally:
+            self._meeting = False
 
     def _copied(self, copied: _Copied) -> None:
         """Both have this step: so has whoever is left of them."""
@@ -682,6 +694,14 @@ class _Server:
 
     # --- what comes from other threads ---
 
+    def _is_over(self) -> bool:
+        return bool(self._signal) or self._client.failure is not None
+
+    def _stop_meeting(self) -> None:
+        """The loop may wait for a mirror that does not come, of a job that has ended."""
+        if self._meeting and self._copier is not None:
+            self._copier.cancel()
+
     def _on_message(self, message: Message) -> None:
         if isinstance(message, control.SendTrace):
             # Not for the loop, which may be in an update for long.
@@ -689,6 +709,8 @@ class _Server:
             self._client.send(control.Traced(message.number, dump))
             return
         self._inbox.put(message)
+        if isinstance(message, control.JobFailed | control.FlowRejected):
+            self._stop_meeting()
         self._wake()
 
     def _on_signal(self, number: int) -> None:
@@ -696,7 +718,15 @@ class _Server:
             self._dumper.save("SIGUSR1")
             return
         self._signal = number
+        self._stop_meeting()
+        if self._made is None:
+            # The others may be waited for, who may never come.
+            self._client.send(self._told_to_end())
+            self._client.close()
         self._wake()
+
+    def _told_to_end(self) -> control.Failed:
+        return control.Failed("interrupted", f"ended by {signal.Signals(self._signal).name}")
 
     def _wake(self) -> None:
         if self._made is not None:

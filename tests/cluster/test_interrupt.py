@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.cluster.blame import PROGRESS, check_all_name
-from tests.cluster.job import PATIENCE, SCRIPTS, Job
+from tests.cluster.job import PATIENCE, SCRIPTS, Job, free_address
 from tests.cluster.test_checkpoint import steps_in
 from tests.conftest import MARK, marked_processes
 
@@ -91,6 +91,27 @@ def test_a_worker_that_waits_for_the_start_ends_by_keyboard_interrupt(
     # The others do not wait for it any longer.
     job.wait(SECONDS, ["server 0", "coordinator"])
     assert re.search("worker 0 .*was: interrupted", job.output("server 0")), job.outputs()
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("awaited", ["the coordinator", "worker 0"])
+def test_a_server_that_waits_for_the_others_ends_by_a_signal(
+    make_job: Callable[..., Job], awaited: str, number: signal.Signals
+) -> None:
+    job = make_job(1, 1)
+    if awaited == "the coordinator":
+        job.at(free_address())
+    else:
+        job.start_coordinator()
+    job.start_server(0)
+    job.wait_for_output("server 0", f"waiting for {awaited}")
+    job.kill("server 0", number)
+    assert job.wait(SECONDS, ["server 0"])["server 0"] == 128 + number, job.outputs()
+    if awaited != "the coordinator":
+        job.wait(SECONDS, ["coordinator"])
+        told = rf"server 0 \(.*\) was: ended by {number.name}"
+        assert re.search(told, job.output("coordinator")), job.outputs()
 
 
 @pytest.mark.timeout(100)

@@ -1,6 +1,8 @@
 """A mirror has the bits of what it is a copy of, of the last two steps; and says when it cannot go on."""
 
 import queue
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +17,7 @@ from jaxrdma.control import Keeps
 from jaxrdma.errors import JaxRdmaError
 from jaxrdma.mirror import Copier, Keeper, Part
 from jaxrdma.plan import Plan, part_plan
+from tests.cluster.job import free_address
 
 PARTITION_BYTES = 256
 FLOW = 3
@@ -160,6 +163,19 @@ def test_a_mirror_that_is_gone_is_told_with_every_step() -> None:
         flow, step, problem = made.done.get(timeout=20)
         assert (flow, step) == (FLOW, 1)
         assert problem
+
+
+def test_who_waits_for_its_mirror_may_be_told_to_give_up() -> None:
+    """It is tried again and again at an address where nobody is."""
+    copier = Copier("job", 5, TCP, lambda *_: None)
+    timer = threading.Timer(0.2, copier.cancel)
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(JaxRdmaError, match="the job has ended"):
+        copier.connect(free_address(), TOKEN, 60)
+    assert time.monotonic() - began < 10
+    timer.join()
+    copier.close()
 
 
 def test_who_has_not_the_token_is_not_let_in() -> None:
