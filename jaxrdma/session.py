@@ -215,13 +215,13 @@ class Session:
         self._last_step: threading.Timer | None = None  # for the step under way, once told to end
         self._orderly_end = OrderlyEnd(lambda: self._client.failure is not None).start()
         self._signals = SignalWatch(self._on_signal).start()
+        self._monitor = threading.Thread(target=self._watch, name="jaxrdma-monitor", daemon=True)
         try:
             self._join()
+            self._monitor.start()
         except BaseException as error:
             self._abort(error)
             raise
-        self._monitor = threading.Thread(target=self._watch, name="jaxrdma-monitor", daemon=True)
-        self._monitor.start()
         # Registered after jax was imported, so it runs before JAX's own, which would wait for the network for ever.
         atexit.register(self._at_exit)
         reference = weakref.ref(self)
@@ -775,7 +775,7 @@ class Session:
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGUSR1:
             self._dumper.save("SIGUSR1")
-        ends = number in (signal.SIGTERM, signal.SIGHUP)
+        ends = number in (signal.SIGTERM, signal.SIGHUP) and OrderlyEnd.is_due(number)
         if number == signal.SIGINT or (ends and not self._joined):
             self._interrupt()
         elif ends and self._last_step is None:
@@ -845,6 +845,8 @@ class Session:
         if self._made is not None:
             self._made.close()
         self._client.close()
+        if self._monitor.is_alive():
+            self._end_threads()
         self._end_signals()
 
     def _end_signals(self) -> None:
@@ -867,20 +869,24 @@ class Session:
             ):  # and that was interrupted too
                 self._cut(self._cut_by)
                 return
-            # Set by the interpreter when an exception ended the program.
-            error = getattr(sys, "last_value", None)
-            with contextlib.suppress(Terminated):  # that is what the program does
-                unseen = self._close_quietly(error)
-                if unseen is not None and error is None:
-                    # Nobody can be raised at any more.
-                    _native.exit_with(1)
+            # Set by the interpreter when an exception ended the program, or at a prompt, by any of them.
+            asked = hasattr(sys, "ps1") or sys.flags.interactive
+            error = None if asked else getattr(sys, "last_value", None)
+            unseen = self._close_quietly(error)
+            if unseen is not None and error is None:
+                # Nobody can be raised at any more.
+                _native.exit_with(1)
+        except Terminated:
+            _native.exit_with(128 + OrderlyEnd.told)
         except KeyboardInterrupt as interrupt:
             # Python would not tell it to anybody any more, and end with 0.
-            self._close_quietly(interrupt)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                self._close_quietly(interrupt)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGINT)
 
     def _close(self, error: BaseException | None) -> None:
         if error is not None:

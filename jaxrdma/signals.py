@@ -84,6 +84,11 @@ class OrderlyEnd:
             raise Terminated(128 + cls.told)
 
     @classmethod
+    def is_due(cls, number: int) -> bool:
+        """Whether this signal ends the program. One with a handler of its own may only take note of it."""
+        return signal.getsignal(number) in (cls._end, signal.SIG_DFL)  # the latter once it has come
+
+    @classmethod
     def forget(cls) -> None:
         """In a forked child, which has no session to leave."""
         cls._users.clear()
