@@ -431,6 +431,7 @@ void Engine::reduce_queued() {
     {
       std::lock_guard progress(progress_lock_);
       finish(job);
+      job = Job();  // it may be the last to share in a Landing, whose end needs the lock
       settle();
       hurry();
     }
@@ -500,6 +501,7 @@ void Engine::close() {
     table->tasks.clear();
     table->current = RowTask();
   }
+  reduce_queue_.clear();
   writes_.clear();
   members_.clear();
   followers_.clear();
