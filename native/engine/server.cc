@@ -2145,9 +2145,10 @@ Result<std::shared_ptr<ServerEngine>> ServerEngine::create(ServerOptions options
   if (options.workers == 0 || options.workers > kMaxWorkers) {
     return refuse(options.workers, " workers, from 1 to ", kMaxWorkers, " are possible");
   }
-  if (options.slots_per_worker == 0 || options.slots_per_worker > wire::kTagMask) {
-    return refuse(options.slots_per_worker, " landing slots per worker, from 1 to ", wire::kTagMask,
-                  " are possible");
+  static_assert(fabric::kMaxReceiveDepth <= wire::kTagMask);
+  if (options.slots_per_worker == 0 || options.slots_per_worker > fabric::kMaxReceiveDepth) {
+    return refuse(options.slots_per_worker, " landing slots per worker, from 1 to ",
+                  fabric::kMaxReceiveDepth, " are possible");
   }
   if (options.partition_bytes < sizeof(double)) {
     return refuse("partitions of ", options.partition_bytes,

@@ -151,9 +151,14 @@ class Endpoint {
   virtual uint64_t bytes_received() const = 0;  ///< payload only
 };
 
+/// A peer that says it can receive more writes than this is refused: so many it can make us
+/// remember, some hundred bytes each, by never taking any. Ours ask for Options::receive_depth, or
+/// for as many as a worker has slots on a server, which this bounds; over verbs for 512 at most.
+inline constexpr uint32_t kMaxReceiveDepth = 1u << 16;
+
 struct Options {
-  /// Writes that a peer may have in flight towards one of our endpoints, over each device. Told in
-  /// the hello.
+  /// Writes that a peer may have in flight towards one of our endpoints, over each device; at most
+  /// kMaxReceiveDepth. Told in the hello.
   uint32_t receive_depth = 4096;
   /// A connection that has not finished its hello after this is dropped.
   int hello_timeout_ms = 5000;

@@ -849,6 +849,44 @@ TEST_CASE("tcp: frames that break the protocol end the connection, not the proce
   }
 }
 
+TEST_CASE("tcp: a peer is believed to receive so many writes, and no more") {
+  RawPair pair({}, /*hello=*/false);
+  const auto say_hello = [](RawClient& client, uint32_t credits) {
+    const std::string body = tcp::encode_hello(hello_of(1));
+    tcp::FrameHeader header;
+    header.type = tcp::FrameType::kHello;
+    header.credits = credits;
+    header.length = body.size();
+    client.send(header);
+    client.send(body);
+  };
+  for (const uint32_t credits : {0u, kMaxReceiveDepth + 1, UINT32_MAX}) {
+    RawClient greedy(pair.address);
+    say_hello(greedy, credits);
+    REQUIRE(turn({&pair.b}, [&] { return greedy.closed_by_peer(); }));
+  }
+  CHECK(pair.b.events.empty());
+  CHECK(pair.b.fabric->turned_away() == 3);
+  say_hello(*pair.client, kMaxReceiveDepth);
+  REQUIRE(turn({&pair.b}, [&] { return pair.b.count(Kind::kConnected) == 1; }));
+  pair.b.id = pair.b.find(Kind::kConnected)->endpoint;
+  CHECK(pair.b.endpoint().credits() == kMaxReceiveDepth);
+  // What it took may be given back to the last, and nothing beyond that.
+  for (uint32_t i = 0; i < kMaxReceiveDepth; ++i)
+    REQUIRE(pair.b.endpoint().write({}, {}, i & 0xff, i).ok());
+  CHECK(pair.b.endpoint().write({}, {}, 0, 0).code() == Code::kResource);
+  tcp::FrameHeader credit;
+  credit.credits = kMaxReceiveDepth;
+  pair.client->send(credit);
+  REQUIRE(turn({&pair.b}, [&] {
+    pair.client->closed_by_peer();  // takes what was written
+    return pair.b.endpoint().credits() == kMaxReceiveDepth;
+  }));
+  credit.credits = 1;
+  pair.client->send(credit);
+  pair.check_violation();
+}
+
 TEST_CASE("tcp: a frame cut off in the middle is a lost connection") {
   RawPair pair;
   SUBCASE("in the header") {

@@ -1104,6 +1104,8 @@ TEST_CASE("options that cannot work are refused") {
   CHECK(refused([](ServerOptions& options) { options.workers = 1025; }));
   CHECK(refused([](ServerOptions& options) { options.server = 1; }));
   CHECK(refused([](ServerOptions& options) { options.slots_per_worker = 0; }));
+  CHECK(refused(
+      [](ServerOptions& options) { options.slots_per_worker = fabric::kMaxReceiveDepth + 1; }));
   CHECK(refused([](ServerOptions& options) { options.partition_bytes = 4; }));
   CHECK(refused([](ServerOptions& options) { options.listen = "nonsense"; }));
 }

@@ -650,6 +650,11 @@ FAULT_TEST("links that do not belong to a connection are refused, and leave it a
     wrong.rails = rails;
     CHECK(liar.say(b, hello_of(0), wrong).code() == Code::kProtocol);
   }
+  for (const uint32_t depth : {0u, kMaxReceiveDepth + 1, UINT32_MAX}) {
+    verbs::ConnectionParameters wrong = liar.parameters();
+    wrong.receive_depth = depth;
+    CHECK(liar.say(b, hello_of(0), wrong).code() == Code::kProtocol);
+  }
   CHECK(carry({&a, &b}, {&line}, 200));
   CHECK(queue_pairs() == 4);
 }

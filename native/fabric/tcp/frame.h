@@ -55,8 +55,6 @@ inline constexpr size_t kMaxTextBytes = 1024;
 /// Bound of every body that is not written into registered memory: what an unknown peer can make us
 /// allocate.
 inline constexpr size_t kMaxBodyBytes = 8192;
-/// No sane peer can use more credits, and sums of credits cannot overflow.
-inline constexpr uint32_t kMaxReceiveDepth = 1u << 24;
 
 /// Refuses a Hello that breaks the bounds in fabric.h. An empty token is legal here: replies carry
 /// none.

@@ -11,11 +11,11 @@ constexpr uint32_t kLimit24 = 1u << 24;
 }
 
 Status check_parameters(const ConnectionParameters& p) {
-  const bool sane = p.magic == kParametersMagic && p.queue_pair < kLimit24 &&
-                    p.packet_sequence < kLimit24 && p.receive_depth > 0 &&
-                    p.receive_depth < kLimit24 && p.mtu >= 1 && p.mtu <= 5 && p.ethernet <= 1 &&
-                    p.max_message > 0 && p.rails >= 1 && p.rails <= kMostDevices &&
-                    p.link < kMostDevices && (p.ethernet == 0 || p.gid != decltype(p.gid){});
+  const bool sane =
+      p.magic == kParametersMagic && p.queue_pair < kLimit24 && p.packet_sequence < kLimit24 &&
+      p.receive_depth > 0 && p.receive_depth <= kMaxReceiveDepth && p.mtu >= 1 && p.mtu <= 5 &&
+      p.ethernet <= 1 && p.max_message > 0 && p.rails >= 1 && p.rails <= kMostDevices &&
+      p.link < kMostDevices && (p.ethernet == 0 || p.gid != decltype(p.gid){});
   if (!sane) {
     return {Code::kProtocol,
             "malformed verbs connection parameters: does the peer use transport verbs, and the "
