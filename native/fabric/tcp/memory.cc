@@ -1,12 +1,12 @@
 /* fabric/tcp/memory.cc: which memory peers may write to, by key. */
 #include "fabric/tcp/memory.h"
 
+#include <sys/random.h>
+
 #include <random>
 #include <utility>
 
 namespace jaxrdma::fabric::tcp {
-
-MemoryTable::MemoryTable() : next_(std::random_device{}()) {}
 
 std::byte* MemoryTable::find(RemoteSlice remote, uint64_t bytes, const char** why) const {
   const auto found = entries_.find(remote.key[0]);
@@ -30,14 +30,27 @@ std::byte* MemoryTable::find(RemoteSlice remote, uint64_t bytes, const char** wh
 }
 
 uint32_t MemoryTable::add(std::byte* data, size_t bytes, Access access) {
-  // An odd factor makes this a permutation of the 32-bit numbers: a withdrawn key does not come
-  // back for four thousand million registrations, and a stale key does not hit a neighbour.
+  // Random, each by itself: a key says nothing of another's, and one that was withdrawn is as
+  // unlikely to come back as any is to be guessed.
   uint32_t key;
   do {
-    key = next_++ * 0x9e3779b1u;
+    key = draw();
   } while (key == 0 || entries_.contains(key));
   entries_.emplace(key, Entry{data, bytes, access});
   return key;
+}
+
+uint32_t MemoryTable::draw() {
+  if (left_ == 0) {
+    // So many bytes come whole or not at all, and are never waited for once the system is up.
+    static_assert(sizeof(drawn_) <= 256);
+    if (getrandom(drawn_.data(), sizeof(drawn_), 0) != static_cast<ssize_t>(sizeof(drawn_))) {
+      std::random_device source;  // where a sandbox forbids the call
+      for (uint32_t& each : drawn_) each = source();
+    }
+    left_ = drawn_.size();
+  }
+  return drawn_[--left_];
 }
 
 void MemoryTable::remove(uint32_t key) { entries_.erase(key); }

@@ -1,6 +1,7 @@
 /* fabric/tcp/memory.h: which memory peers may write to, by key. */
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -11,11 +12,11 @@
 
 namespace jaxrdma::fabric::tcp {
 
-/// The regions of one fabric that have a remote key. Used under the lock of the fabric's owner.
+/// The regions of one fabric that have a remote key. A key is good on any of its connections, for
+/// answers to one request come over several: that a peer cannot guess those it was not told is what
+/// keeps it to its own. Used under the lock of the fabric's owner.
 class MemoryTable {
  public:
-  MemoryTable();
-
   /// Where a peer's write of `bytes` bytes to `remote` goes; nullptr, and the reason in `why`,
   /// where it must not go.
   std::byte* find(RemoteSlice remote, uint64_t bytes, const char** why) const;
@@ -29,8 +30,11 @@ class MemoryTable {
     size_t bytes;
     Access access;
   };
+  uint32_t draw();
+
   std::unordered_map<uint32_t, Entry> entries_;
-  uint32_t next_;
+  std::array<uint32_t, 64> drawn_;  ///< random numbers: one system call draws so many
+  size_t left_ = 0;                 ///< of drawn_, from its begin
 };
 
 /// Registering costs an entry in a table; memory only read from here costs nothing at all.
