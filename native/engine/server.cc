@@ -153,7 +153,7 @@ struct Member {
   std::vector<std::byte> token;
   std::shared_ptr<Landing> landing;  ///< for its next connection, or of the present one
   Connection* connection = nullptr;
-  bool connecting = false;  ///< its hello is accepted; over verbs the rest takes a while
+  EndpointId pending = 0;  ///< whose hello is accepted; over verbs the rest takes a while
   bool left = false;
   bool departed = false;  ///< left, and nothing more will come
   Clock::time_point departs;
@@ -211,13 +211,17 @@ class Engine final : public ServerEngine {
   void reduce_queued();
   void run_errands();
   void handle(const fabric::Event& event);
-  Result<std::vector<std::byte>> gate(const fabric::Hello& hello);
+  Result<std::vector<std::byte>> gate(EndpointId endpoint, const fabric::Hello& hello);
   Status compare(const fabric::Hello& hello) const;
   Status check_token(uint32_t peer, const std::vector<std::byte>& token) const;
   /// The worker, or follower, of this index; null if there is none.
   Member* find_member(uint32_t peer);
   const Member* find_member(uint32_t peer) const {
     return const_cast<Engine*>(this)->find_member(peer);
+  }
+  /// The end of a connection that never was is no event: it shows in the fabric alone.
+  bool connecting(const Member& member) const {
+    return member.pending != 0 && fabric_->endpoint(member.pending) != nullptr;
   }
   Result<std::shared_ptr<Landing>> make_landing(uint32_t peer) const;
   void connected(const fabric::Event& event);
@@ -376,7 +380,8 @@ class Engine final : public ServerEngine {
 
 Status Engine::start() {
   auto address = fabric_->listen(
-      options_.listen, [this](EndpointId, const fabric::Hello& hello) { return gate(hello); });
+      options_.listen,
+      [this](EndpointId endpoint, const fabric::Hello& hello) { return gate(endpoint, hello); });
   if (!address.ok()) return address.status();
   address_ = address.value();
   for (uint32_t i = 0; i < options_.reduce_threads; ++i) {
@@ -585,7 +590,7 @@ Status Engine::admit(uint32_t worker, uint64_t incarnation, std::vector<std::byt
         false);
   }
   member.admitted = true;
-  member.connecting = false;
+  member.pending = 0;
   member.incarnation = incarnation;
   member.token = std::move(token);
   member.left = false;
@@ -646,10 +651,12 @@ void Engine::dismiss_follower(uint32_t follower, std::string why) {
 }
 
 Status Engine::compare(const fabric::Hello& hello) const {
+  const auto refuse_with = [&](Code code, const auto&... parts) {
+    return Status(code, text("server ", options_.server, " (", address_, ") refuses ",
+                             name_of_peer(hello.worker), ": ", parts...));
+  };
   const auto refuse = [&](const auto&... parts) {
-    return Status(Code::kPermissionDenied,
-                  text("server ", options_.server, " (", address_, ") refuses ",
-                       name_of_peer(hello.worker), ": ", parts...));
+    return refuse_with(Code::kPermissionDenied, parts...);
   };
   if (hello.protocol_version != wire::kProtocolVersion) {
     return refuse("it speaks protocol ", hello.protocol_version, ", the server ",
@@ -670,10 +677,16 @@ Status Engine::compare(const fabric::Hello& hello) const {
   // Who has read a hello off the wire could say it again, and so end the connection of its owner.
   if (member->connection != nullptr && !member->connection->closing)
     return refuse("it is connected already; is this a copy of its hello?");
+  // Not for good: it may be its owner's, whose connection broke amid that, and who asks again until
+  // that is known here.
+  if (connecting(*member)) {
+    return refuse_with(Code::kUnavailable,
+                       "it is being connected already; is this a copy of its hello?");
+  }
   return Status();
 }
 
-Result<std::vector<std::byte>> Engine::gate(const fabric::Hello& hello) {
+Result<std::vector<std::byte>> Engine::gate(EndpointId endpoint, const fabric::Hello& hello) {
   if (Status status = compare(hello); !status.ok()) return status;
   Member& member = *find_member(hello.worker);
   if (member.landing == nullptr || member.landing->used) {
@@ -685,7 +698,7 @@ Result<std::vector<std::byte>> Engine::gate(const fabric::Hello& hello) {
     if (!status.ok()) return status;
     member.landing = std::move(landing.value());
   }
-  member.connecting = true;
+  member.pending = endpoint;
   const wire::LandingGrant grant = member.landing->grant();
   std::vector<std::byte> payload(sizeof(grant));
   std::memcpy(payload.data(), &grant, sizeof(grant));
@@ -722,7 +735,7 @@ void Engine::connected(const fabric::Event& event) {
   connection.landing = member.landing;
   connection.landing->used = true;
   member.connection = &connection;
-  member.connecting = false;
+  member.pending = 0;
 }
 
 void Engine::disconnected(const fabric::Event& event) {
@@ -1999,7 +2012,7 @@ void Engine::mark_left(uint32_t worker) {
   if (closed_ || worker >= members_.size() || members_[worker].left) return;
   Member& member = members_[worker];
   member.left = true;
-  if (member.connection == nullptr && !member.connecting) return depart(worker);
+  if (member.connection == nullptr && !connecting(member)) return depart(worker);
   member.departs = Clock::now() + kLeaveGrace;
   leaving_ = true;
   fabric_->wake();

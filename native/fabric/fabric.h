@@ -205,7 +205,7 @@ struct TransportOptions {
 
 /// Decides about a Hello on the accepting side: the reply's payload, or why not. Called inside
 /// `poll`, for the endpoint that has, or would have, this id. The text of a refusal goes to the
-/// peer.
+/// peer, which asks again, until its time is up, if the code is kUnavailable.
 using Gatekeeper = std::function<Result<std::vector<std::byte>>(EndpointId, const Hello&)>;
 
 /// One transport in one process: memory, endpoints and their completions.

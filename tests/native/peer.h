@@ -64,6 +64,16 @@ class Peer {
     return connected;
   }
 
+  /// Says who it is, and looks at nothing that comes: over verbs it is not connected by that.
+  void say_hello(const ServerEngine& server) {
+    begin_connect(server.address());
+    const auto deadline = Clock::now() + kPatience;
+    while (fabric_->trouble().find("did not answer the hello") == std::string::npos) {
+      REQUIRE(Clock::now() < deadline);
+      pump();
+    }
+  }
+
   template <typename Done>
   void wait(Done done) {
     const auto deadline = Clock::now() + kPatience;

@@ -336,6 +336,29 @@ TRANSPORT_TEST("a wrong token is refused, and the refused side is told why") {
   CHECK(b.events.empty());
 }
 
+TRANSPORT_TEST("who is refused for now asks again, and is told why once its time is up") {
+  Side a(transport), b(transport);
+  int refusals = 2;
+  auto address = b.fabric->listen(
+      transport.listen, [&](EndpointId id, const Hello& hello) -> Result<std::vector<std::byte>> {
+        if (refusals-- > 0) return Status(Code::kUnavailable, "somebody else is about to come");
+        return strict(id, hello);
+      });
+  REQUIRE(address.ok());
+  REQUIRE(a.fabric->connect(address.value(), hello_of(1), 20'000).ok());
+  REQUIRE(turn({&a, &b}, [&] { return a.count(Kind::kConnected) == 1; }));
+  CHECK(refusals == -1);
+  CHECK(b.fabric->turned_away() == 2);
+  refusals = 1 << 20;
+  REQUIRE(a.fabric->connect(address.value(), hello_of(2), 300).ok());
+  REQUIRE(turn({&a, &b}, [&] { return a.count(Kind::kDisconnected) == 1; }));
+  const Status& status = a.find(Kind::kDisconnected)->status;
+  CAPTURE(status.message());
+  CHECK(status.code() == Code::kUnavailable);
+  CHECK(status.message().find("refused for now: somebody else") != std::string::npos);
+  CHECK(status.message().find("could not connect to") != std::string::npos);
+}
+
 TRANSPORT_TEST("hellos beyond the bounds, bad addresses and empty memory are refused at once") {
   Side a(transport);
   Hello big = hello_of(0);

@@ -637,6 +637,47 @@ TEST_CASE("a copy of the hello of somebody who is connected is refused, and dist
   expect_silence(*server);
 }
 
+TEST_CASE("verbs: a copy of a hello is refused while its owner is being connected" *
+          doctest::skip(testing::transport() != "verbs")) {
+  auto server = make_server(options_for(1));
+  REQUIRE(server->add_flow(flow_of(FlowMode::kAverage, DType::kFloat32, 1, 8)).ok());
+  Peer owner(0), copy(0);
+  owner.say_hello(*server);
+  copy.begin_connect(server->address());
+  wait_stats(*server, [&](const ServerStats& stats) {
+    copy.pump();
+    return stats.refused > 1;  // and asked again
+  });
+  CHECK(!copy.ended);
+  owner.wait([&] { return owner.connected || owner.ended; });
+  REQUIRE(owner.connected);
+  copy.wait([&] { return copy.connected || copy.ended; });
+  CHECK(!copy.connected);
+  CHECK(copy.end_status.message().find("connected already") != std::string::npos);
+  owner.push(0, 0, 1, floats(8, 1.0f));
+  owner.expect(wire::Answer::kResult, 1);
+  expect_silence(*server);
+}
+
+TEST_CASE("verbs: a worker whose connection broke amid its making gets in once that is known" *
+          doctest::skip(testing::transport() != "verbs")) {
+  auto server = make_server(options_for(1));
+  REQUIRE(server->add_flow(flow_of(FlowMode::kAverage, DType::kFloat32, 1, 8)).ok());
+  Peer broken(0), again(0);
+  broken.say_hello(*server);
+  again.begin_connect(server->address());
+  wait_stats(*server, [&](const ServerStats& stats) {
+    again.pump();
+    return stats.refused > 0;
+  });
+  broken.die();
+  again.wait([&] { return again.connected || again.ended; });
+  REQUIRE_MESSAGE(again.connected, again.end_status.message());
+  again.push(0, 0, 1, floats(8, 1.0f));
+  again.expect(wire::Answer::kResult, 1);
+  expect_silence(*server);
+}
+
 TEST_CASE("pulls that wait for a step that does not come are bounded") {
   auto server = make_server(options_for(1));
   REQUIRE(server->add_flow(flow_of(FlowMode::kUpdate, DType::kFloat32, 1, 8)).ok());

@@ -172,6 +172,12 @@ void TcpEndpoint::attempt_failed(std::string reason) {
   backoff_ns_ = std::min(backoff_ns_ * 2, kLastBackoffNs);
 }
 
+/// A peer was met: no other of its addresses is tried, but the same ones again, in a while.
+void TcpEndpoint::try_later(std::string reason) {
+  next_address_ = addresses_.size();
+  attempt_failed(std::move(reason));
+}
+
 void TcpEndpoint::on_connected() {
   // A connection to a free port of the ephemeral range can meet itself.
   SocketAddress local, remote;
@@ -251,9 +257,10 @@ void TcpEndpoint::on_hello() {
 void TcpEndpoint::on_reply() {
   if (header_.immediate != 0) {
     const bool known = header_.immediate <= static_cast<Immediate>(Code::kInternal);
-    const std::string_view text(reinterpret_cast<const char*>(body_.data()), body_.size());
-    die({known ? static_cast<Code>(header_.immediate) : Code::kPermissionDenied,
-         "the peer at " + peer_ + " refused the connection: " + printable(text)});
+    const Code code = known ? static_cast<Code>(header_.immediate) : Code::kPermissionDenied;
+    const std::string text = printable({reinterpret_cast<const char*>(body_.data()), body_.size()});
+    if (code == Code::kUnavailable) return try_later("it refused for now: " + text);
+    die({code, "the peer at " + peer_ + " refused the connection: " + text});
     return;
   }
   auto decoded = decode_hello(body_);
@@ -705,8 +712,7 @@ void TcpEndpoint::lost(const std::string& how) {
   if (state_ == State::kAwaitReply) {
     // Before its hello the peer may be one that just starts, or ends, or has its hands full: tried
     // again.
-    next_address_ = addresses_.size();
-    attempt_failed("before it answered the hello, " + how);
+    try_later("before it answered the hello, " + how);
     return;
   }
   die({Code::kUnavailable, "lost the connection to " + peer_ + ": " + how});

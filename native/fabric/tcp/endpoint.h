@@ -86,6 +86,7 @@ class TcpEndpoint final : public Endpoint {
   void resolve_and_try();
   void try_next_address();
   void attempt_failed(std::string reason);
+  void try_later(std::string reason);
   void on_connected();
   void give_up();
   /// How it stands with the last attempt to connect.
