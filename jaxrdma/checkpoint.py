@@ -18,18 +18,23 @@ reads its own ranges from any shards, through one block of memory for each.
 
 Checksums are CRC-32 of zlib: 2 GB/s on one core where SHA-256 has 1 and BLAKE2 less than half, and no dependency. They
 find every burst of up to 32 bits, and of other damage all but one in 2^32. They do not keep out anybody who may write
-there.
+there. He may put in what he likes, but not lead out of there: DIR may be reached by links, `model-0` and all below it
+is opened without following any, each by the descriptor of what it lies in, so that nothing can be put in between; and
+only files are read as files, for a FIFO would be waited for.
 
 Files are read with pread, not mapped: a mapped file that a disk fails to deliver kills the process.
 """
 
 import bisect
 import contextlib
+import errno
 import os
 import re
 import shutil
+import stat
+import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +57,12 @@ _STEP = re.compile(r"step-(\d{9,})")
 _SHARD = re.compile(r"server-\d{3,9}-of-\d{3,9}\.shard")
 _DAMAGED = "damaged-"
 _PARAMETERS = -1
+# Linux takes a lease from who does not give it back within 45 s (/proc/sys/fs/lease-break-time).
+_LEASE_SECONDS = 60.0
 _CURE = "give another directory, or --checkpoint-restore never, which sets these checkpoints aside and begins anew"
+_NO_FOLDER = (
+    "not a folder, and links are not followed here: move the folder itself there, or remove this"
+)
 _OTHER = f"it was saved with another update; {_CURE}"
 
 Bytes = NDArray[np.uint8]
@@ -150,12 +160,103 @@ def shard_name(server: int, servers: int) -> str:
     return f"server-{server:03d}-of-{servers:03d}.shard"
 
 
+def _names(model: Path) -> list[str]:
+    """What is in the folder of a model; nothing where there is none, or something else in its place."""
+    try:
+        with _closing(_open_folder(model)) as descriptor:
+            return os.listdir(descriptor)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def _steps(model: Path) -> dict[int, Path]:
-    """The folders of steps, whatever is in them."""
-    if not model.is_dir():
-        return {}
-    found = ((_STEP.fullmatch(entry.name), entry) for entry in model.iterdir())
+    """What has the name of a step's folder, whatever it is and is in it."""
+    found = ((_STEP.fullmatch(name), model / name) for name in _names(model))
     return dict(sorted((int(match[1]), entry) for match, entry in found if match is not None))
+
+
+# --- opening ---
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def _open_folder(path: Path, at: int | None = None) -> int:
+    """Open a folder and no link to one; `at`: the descriptor of the folder that it lies in."""
+    try:
+        return os.open(path if at is None else path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+    except NotADirectoryError as error:
+        raise NotADirectoryError(error.errno, _NO_FOLDER, str(path)) from None
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Generator[int, None, None]:
+    """The descriptor of a folder: it was only read from, and has nothing to tell when it is closed."""
+    try:
+        yield descriptor
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _opened_step(folder: Path) -> Generator[int, None, None]:
+    """The folder of a step, by way of that of its model: neither is a link."""
+    with (
+        _closing(_open_folder(folder.parent)) as model,
+        _closing(_open_folder(folder, model)) as descriptor,
+    ):
+        yield descriptor
+
+
+@contextlib.contextmanager
+def _made_step(folder: Path) -> Generator[int, None, None]:
+    """The same, made if need be."""
+    top = folder.parent.parent
+    _make_folder(top)
+    with (
+        _closing(os.open(top, _FOLDER)) as base,
+        _closing(_make_in(folder.parent, base)) as model,
+        _closing(_make_in(folder, model)) as descriptor,
+    ):
+        yield descriptor
+
+
+def _make_in(folder: Path, at: int) -> int:
+    """Open a folder, made if need be, and let the disk know of it."""
+    try:
+        return _open_folder(folder, at)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder.name, dir_fd=at)
+            os.fsync(at)
+        return _open_folder(folder, at)
+
+
+def _open_file(path: Path, folder: int) -> int:
+    """Open what is a file, and no link to one, to read it. `folder`: the descriptor of the one that it lies in.
+
+    **Raises:** `DamagedError` if it is something else; `OSError`.
+    """
+    # Who opens a FIFO would wait for somebody who writes.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    end = time.monotonic() + _LEASE_SECONDS
+    while True:
+        try:
+            descriptor = os.open(path.name, flags, dir_fd=folder)
+            break
+        except BlockingIOError:
+            # Of a file alone, where an NFS or SMB server of this machine has lent it to a client and asks it back now.
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise DamagedError(f"{path} is a link, which is not followed here") from None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise DamagedError(f"{path} is not a file")
 
 
 # --- writing ---
@@ -198,7 +299,6 @@ def write_shard(
     **Raises:** `OSError` if it could not be written, `InterruptedError` among them if it was cancelled; nothing of it
     is left then.
     """
-    _make_folder(folder)
     index = b""
     blocks: list[int] = []
 
@@ -213,7 +313,8 @@ def write_shard(
         index = msgspec.msgpack.encode(_Index(image.entries, blocks))
         yield index
 
-    size = _write_durably(folder / name, content())
+    with _made_step(folder) as descriptor:
+        size = _write_durably(name, descriptor, content())
     return ShardFile(name, size, len(index), zlib.crc32(index))
 
 
@@ -224,7 +325,8 @@ def commit(model: Path, manifest: Manifest) -> None:
     """
     content = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     sealed = msgspec.json.encode(_Sealed(zlib.crc32(content), msgspec.Raw(content)))
-    _write_durably(step_folder(model, manifest.step) / MANIFEST, [sealed])
+    with _opened_step(step_folder(model, manifest.step)) as folder:
+        _write_durably(MANIFEST, folder, [sealed])
 
 
 def prune(model: Path, keep: int) -> None:
@@ -234,17 +336,18 @@ def prune(model: Path, keep: int) -> None:
     """
     whole, _ = find(model)
     kept = {manifest.step for manifest in whole[: max(1, keep)]}
-    for step, folder in _steps(model).items():
-        if step not in kept:
-            _remove(folder)
-    for folder in model.glob(f"{_DAMAGED}*"):
-        _remove(folder)
+    gone = [folder for step, folder in _steps(model).items() if step not in kept]
+    gone += [model / name for name in _names(model) if name.startswith(_DAMAGED)]
+    if gone:
+        with _closing(_open_folder(model)) as descriptor:
+            for folder in gone:
+                _remove(folder, descriptor)
 
 
 def drop(folder: Path, name: str) -> None:
     """Remove one server's file of a step that did not become a checkpoint. The folder goes with `prune`."""
-    with contextlib.suppress(OSError):
-        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError), _opened_step(folder) as descriptor:
+        os.unlink(name, dir_fd=descriptor)
 
 
 def retire_after(model: Path, step: int) -> None:
@@ -252,14 +355,16 @@ def retire_after(model: Path, step: int) -> None:
 
     **Raises:** `OSError`.
     """
-    for number, folder in _steps(model).items():
-        if number > step:
+    if not model.is_dir():
+        return
+    with _closing(_open_folder(model)) as descriptor:
+        for number, folder in _steps(model).items():
+            if number <= step:
+                continue
             target = model / f"{_DAMAGED}{folder.name}"
-            if target.exists():
-                _remove(target)
-            folder.rename(target)
-    if model.is_dir():
-        _sync_folder(model)
+            _remove(target, descriptor)
+            os.rename(folder.name, target.name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+        os.fsync(descriptor)
 
 
 def set_aside(model: Path) -> Path | None:
@@ -269,22 +374,26 @@ def set_aside(model: Path) -> Path | None:
 
     **Raises:** `OSError`.
     """
-    if not _steps(model):
+    if not _steps(model) and not _is_no_folder(model):
         return None
     number = 1
-    while (target := model.with_name(f"{model.name}-set-aside-{number}")).exists():
+    while os.path.lexists(target := model.with_name(f"{model.name}-set-aside-{number}")):
         number += 1
     model.rename(target)
     _sync_folder(target.parent)
     return target
 
 
-def _write_durably(path: Path, content: Iterable[memoryview | bytes]) -> int:
-    """Write a file that appears whole or not at all; its size."""
-    part = path.with_name(f".{path.name}.part")
+def _write_durably(name: str, folder: int, content: Iterable[memoryview | bytes]) -> int:
+    """Write a file, in the folder of that descriptor, that appears whole or not at all; its size."""
+    part = f".{name}.part"
     size = 0
     try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        # What a crash has left, or what somebody has put there to be written through: it is not opened.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(part, flags, 0o644, dir_fd=folder)
         try:
             for data in content:
                 view = memoryview(data)
@@ -294,12 +403,12 @@ def _write_durably(path: Path, content: Iterable[memoryview | bytes]) -> int:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(part, path)
-        _sync_folder(path.parent)
+        os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)
     except BaseException:
-        for left in (part, path):
+        for left in (part, name):
             with contextlib.suppress(OSError):
-                left.unlink(missing_ok=True)
+                os.unlink(left, dir_fd=folder)
         raise
     return size
 
@@ -314,18 +423,24 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with _closing(os.open(folder, _FOLDER)) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
-def _remove(folder: Path) -> None:
-    """The manifest first: what a crash leaves of the rest must not look like a checkpoint."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    _sync_folder(folder)
-    shutil.rmtree(folder)
+def _remove(folder: Path, model: int) -> None:
+    """The manifest first: what a crash leaves of the rest must not look like a checkpoint. Of a link, the link."""
+    try:
+        status = os.stat(folder.name, dir_fd=model, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        os.unlink(folder.name, dir_fd=model)
+        return
+    with _closing(_open_folder(folder, model)) as descriptor:
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(MANIFEST, dir_fd=descriptor)
+        os.fsync(descriptor)
+    shutil.rmtree(folder.name, dir_fd=model)
 
 
 # --- reading ---
@@ -334,36 +449,60 @@ def _remove(folder: Path) -> None:
 def find(model: Path) -> tuple[list[Manifest], list[str]]:
     """The checkpoints of a model whose manifest can be read and whose files are there with their lengths.
 
-    **Returns:** them, the newest first; and a text on each that has a manifest and is damaged all the same.
+    **Returns:** them, the newest first; and a text on each that has a manifest and is damaged all the same, or has the
+    name of a checkpoint and is a link.
 
     **Raises:** `MismatchError` if one was written by a release with another format; `OSError`.
     """
     whole: list[Manifest] = []
     damaged: list[str] = []
+    if _is_no_folder(model):
+        return [], [f"{model} is {_NO_FOLDER}"]
     for step, folder in reversed(_steps(model).items()):
         try:
-            manifest = _read_manifest(folder / MANIFEST)
-            if manifest is None:
-                continue
-            if manifest.step != step:
-                raise DamagedError(f"{folder / MANIFEST} is of step {manifest.step}")
-            for shard in manifest.shards:
-                # The checksums do not keep out anybody who may write here: no file elsewhere is read for a name.
-                if not _SHARD.fullmatch(shard.name) or shard.index_bytes > shard.bytes:
-                    raise DamagedError(
-                        f"{folder / MANIFEST} names {shard.name!r}, which is no shard"
-                    )
-                _check_length(folder / shard.name, shard.bytes)
+            with _opened_step(folder) as descriptor:
+                manifest = _check_step(folder, descriptor, step)
+        except FileNotFoundError:
+            continue  # another server has removed it meanwhile
+        except NotADirectoryError:
+            damaged.append(f"{folder} is {_NO_FOLDER}")
+        except OSError as error:
+            damaged.append(f"{folder} cannot be opened: {error.strerror}")
         except DamagedError as error:
             damaged.append(str(error))
         else:
-            whole.append(manifest)
+            if manifest is not None:
+                whole.append(manifest)
     return whole, damaged
 
 
-def _read_manifest(path: Path) -> Manifest | None:
+def _check_step(folder: Path, descriptor: int, step: int) -> Manifest | None:
+    """The manifest of a step's folder, if there is one and its files are there."""
+    manifest = _read_manifest(folder / MANIFEST, descriptor)
+    if manifest is None:
+        return None
+    if manifest.step != step:
+        raise DamagedError(f"{folder / MANIFEST} is of step {manifest.step}")
+    for shard in manifest.shards:
+        # The checksums do not keep out anybody who may write here: no file elsewhere is read for a name.
+        if not _SHARD.fullmatch(shard.name) or shard.index_bytes > shard.bytes:
+            raise DamagedError(f"{folder / MANIFEST} names {shard.name!r}, which is no shard")
+        _check_length(folder / shard.name, descriptor, shard.bytes)
+    return manifest
+
+
+def _is_no_folder(path: Path) -> bool:
+    """Whether there is something else than a folder, such as a link to one."""
     try:
-        data = path.read_bytes()
+        return not stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _read_manifest(path: Path, folder: int) -> Manifest | None:
+    try:
+        with open(_open_file(path, folder), "rb") as file:
+            data = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -384,15 +523,17 @@ def _read_manifest(path: Path) -> Manifest | None:
     )
 
 
-def _check_length(path: Path, expected: int) -> None:
+def _check_length(path: Path, folder: int, expected: int) -> None:
     try:
-        found = path.stat().st_size
+        status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    if found != expected:
-        raise DamagedError(f"{path} has {found} bytes, {expected} were written")
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedError(f"{path} is not a file, and links are not followed here")
+    if status.st_size != expected:
+        raise DamagedError(f"{path} has {status.st_size} bytes, {expected} were written")
 
 
 def check_model(
@@ -432,9 +573,13 @@ class Reader:
         self._sources: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self._dtypes: dict[tuple[int, int], str] = {}
         try:
-            for number, shard in enumerate(manifest.shards):
-                self._files.append(_ShardReader(folder / shard.name, shard))
-                self._learn(number, self._files[-1].index)
+            with _opened_step(folder) as descriptor:
+                for number, shard in enumerate(manifest.shards):
+                    self._files.append(_ShardReader(folder / shard.name, descriptor, shard))
+                    self._learn(number, self._files[-1].index)
+        except OSError as error:
+            self.close()
+            raise DamagedError(f"{folder} cannot be opened: {error.strerror}") from None
         except BaseException:
             self.close()
             raise
@@ -521,13 +666,13 @@ class Reader:
 class _ShardReader:
     """One open shard, and the block of it that was read last."""
 
-    def __init__(self, path: Path, shard: ShardFile) -> None:
+    def __init__(self, path: Path, folder: int, shard: ShardFile) -> None:
         self._path = path
         self._end = shard.bytes - shard.index_bytes
         self._number = -1
         self._block: Bytes = np.empty(0, np.uint8)
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = _open_file(path, folder)
         except OSError as error:
             raise DamagedError(f"{path} cannot be opened: {error.strerror}") from None
         try:

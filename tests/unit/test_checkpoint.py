@@ -1,6 +1,7 @@
 """A checkpoint is whole or not there, is noticed to be damaged, and is read by any number of servers."""
 
 import errno
+import fcntl
 import math
 import os
 import resource
@@ -246,8 +247,8 @@ def test_what_is_set_aside_keeps_its_content(tmp_path: Path) -> None:
 def test_what_is_being_removed_is_no_checkpoint_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(folder: Path) -> None:
-        raise OSError(errno.EIO, str(folder))
+    def fail(folder: str, dir_fd: int) -> None:
+        raise OSError(errno.EIO, folder)
 
     checkpoints.save(tmp_path, 1)
     checkpoints.save(tmp_path, 2)
@@ -255,6 +256,173 @@ def test_what_is_being_removed_is_no_checkpoint_any_more(
     with pytest.raises(OSError, match="step-000000001"):
         checkpoint.prune(tmp_path, 1)
     assert checkpoints.check_all(tmp_path) == [2]
+
+
+# --- what somebody who may write there leads elsewhere ---
+
+
+def elsewhere(tmp_path: Path) -> tuple[Path, dict[Path, bytes]]:
+    """A checkpoint of somebody else, and every file of it."""
+    foreign = tmp_path / "elsewhere" / "model-0"
+    checkpoints.save(foreign, 20)
+    return foreign, content(foreign)
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])
+@pytest.mark.parametrize("name", ["server-000-of-002.shard", "manifest.json"])
+def test_a_file_is_not_written_through_a_link(tmp_path: Path, name: str, plant) -> None:
+    model, mine = tmp_path / "model-0", tmp_path / "mine"
+    mine.write_text("precious")
+    step = model / "step-000000005"
+    step.mkdir(parents=True)
+    plant(step / f".{name}.part", mine)
+    plant(step / name, mine)
+    checkpoints.save(model, 5)
+    assert mine.read_text() == "precious"
+    assert checkpoints.check_all(model) == [5] and len(list(step.iterdir())) == 3
+
+
+def test_what_a_crash_has_left_is_written_anew(tmp_path: Path) -> None:
+    step = tmp_path / "step-000000005"
+    step.mkdir()
+    (step / ".server-000-of-002.shard.part").write_bytes(bytes(100_000))
+    checkpoints.save(tmp_path, 5)
+    assert checkpoints.check_all(tmp_path) == [5]
+
+
+def test_a_link_to_a_checkpoint_is_none_and_is_named(tmp_path: Path) -> None:
+    foreign, before = elsewhere(tmp_path)
+    model = tmp_path / "model-0"
+    checkpoints.save(model, 10)
+    link = model / "step-000000020"
+    link.symlink_to(foreign / link.name)
+    manifests, damaged = checkpoint.find(model)
+    assert [manifest.step for manifest in manifests] == [10]
+    assert len(damaged) == 1 and f"{link} is not a folder, and links are not" in damaged[0]
+    with pytest.raises(DamagedError, match="links are not followed"):
+        checkpoints.read(model, checkpoint.find(foreign)[0][0])
+    assert content(foreign) == before
+
+
+@pytest.mark.parametrize("retired", [False, True])
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path, retired: bool) -> None:
+    foreign, before = elsewhere(tmp_path)
+    model = tmp_path / "model-0"
+    checkpoints.save(model, 10)
+    for name in ("step-000000020", "damaged-step-000000020", "damaged-more"):
+        (model / name).symlink_to(foreign / "step-000000020")
+    (model / "step-000000030").symlink_to(tmp_path / "nowhere")
+    (model / "step-000000040").write_text("no folder")
+    if retired:
+        checkpoint.retire_after(model, 10)
+        assert checkpoint.find(model)[1] == []
+    checkpoint.prune(model, 3)
+    assert [path.name for path in model.iterdir()] == ["step-000000010"]
+    assert content(foreign) == before and checkpoints.check_all(foreign) == [20]
+
+
+@pytest.mark.parametrize("which", ["model-0", "model-0/step-000000020"])
+def test_nothing_is_saved_where_a_link_leads(tmp_path: Path, which: str) -> None:
+    foreign, before = elsewhere(tmp_path)
+    link = tmp_path / which
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(foreign.parent / which)
+    with pytest.raises(NotADirectoryError, match="links are not followed here"):
+        checkpoints.save(tmp_path / "model-0", 20)
+    manifest = checkpoint.find(foreign)[0][0]
+    with pytest.raises(NotADirectoryError, match="links are not followed here"):
+        checkpoint.commit(tmp_path / "model-0", manifest)
+    checkpoint.drop(tmp_path / "model-0" / "step-000000020", "server-000-of-002.shard")
+    assert content(foreign) == before
+    assert len(list(foreign.iterdir())) == 1
+
+
+def test_the_folder_of_a_model_that_is_a_link_is_left_alone_and_can_be_set_aside(
+    tmp_path: Path,
+) -> None:
+    foreign, before = elsewhere(tmp_path)
+    model = tmp_path / "model-0"
+    model.symlink_to(foreign)
+    (tmp_path / "model-0-set-aside-1").symlink_to(tmp_path / "nowhere")
+    manifests, (text,) = checkpoint.find(model)
+    assert manifests == [] and f"{model} is not a folder, and links are not" in text
+    checkpoint.prune(model, 1)
+    with pytest.raises(NotADirectoryError, match="links are not followed here"):
+        checkpoint.retire_after(model, 0)
+    assert content(foreign) == before
+    assert checkpoint.set_aside(model) == tmp_path / "model-0-set-aside-2"
+    checkpoints.save(model, 1)
+    assert checkpoints.check_all(model) == [1] and content(foreign) == before
+
+
+def test_the_folder_of_checkpoints_may_be_reached_by_links(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "scratch")
+    (tmp_path / "scratch" / "real").mkdir()
+    (tmp_path / "runs" / "one").symlink_to("real")
+    model = tmp_path / "runs" / "one" / "model-0"
+    for step in (1, 2, 3):
+        checkpoints.save(model, step, keep=2)
+    checkpoint.retire_after(model, 2)
+    assert checkpoints.check_all(tmp_path / "scratch" / "real" / "model-0") == [2]
+    assert checkpoint.set_aside(model) == model.with_name("model-0-set-aside-1")
+
+
+@pytest.mark.timeout(20)  # who opens a FIFO waits for somebody who writes
+@pytest.mark.parametrize("name", ["server-001-of-002.shard", "manifest.json"])
+@pytest.mark.parametrize("kind", ["fifo", "link", "link to a fifo", "folder"])
+def test_only_a_file_is_read_as_one(tmp_path: Path, name: str, kind: str) -> None:
+    checkpoints.save(tmp_path, 5)
+    checkpoints.save(tmp_path, 6)
+    manifest = checkpoint.find(tmp_path)[0][0]
+    path, other = tmp_path / "step-000000006" / name, tmp_path / "other"
+    path.rename(other)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(other)
+    else:
+        fifo = path if kind == "fifo" else tmp_path / "fifo"
+        os.mkfifo(fifo)
+        if fifo != path:
+            path.symlink_to(fifo)
+    manifests, damaged = checkpoint.find(tmp_path)
+    assert [found.step for found in manifests] == [5]
+    assert len(damaged) == 1 and str(path) in damaged[0]
+    if name != checkpoint.MANIFEST:  # put there after it was looked at
+        with pytest.raises(DamagedError, match=name):
+            checkpoints.read(tmp_path, manifest)
+    checkpoint.prune(tmp_path, 1)
+    assert checkpoints.check_all(tmp_path) == [5] and other.exists()
+    assert not path.parent.exists()
+
+
+def test_a_file_that_is_lent_to_a_client_of_a_file_server_is_waited_for(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, 5)
+    # As the NFS server of the kernel does it: who opens the file has the lease asked back, by a signal here.
+    lent = os.open(tmp_path / "step-000000005" / "manifest.json", os.O_RDWR)
+    asked = 0
+
+    def give_back(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        fcntl.fcntl(lent, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+    before = signal.signal(signal.SIGIO, give_back)
+    try:
+        try:
+            fcntl.fcntl(lent, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError as error:
+            pytest.skip(f"no leases on this file system: {error}")
+        assert checkpoints.check_all(tmp_path) == [5]
+        assert asked == 1
+    finally:
+        os.close(lent)
+        signal.signal(signal.SIGIO, before)
 
 
 # --- another model ---

@@ -268,6 +268,28 @@ def test_every_n_steps_and_the_last_are_saved_and_the_newest_restored(make) -> N
     assert make(1).begin().start.restored == 9
 
 
+def test_a_link_among_checkpoints_is_said_once_and_gives_way_to_the_next(make, tmp_path) -> None:
+    foreign = tmp_path / "elsewhere"
+    foreign.mkdir()
+    (foreign / "manifest.json").write_text("of somebody else")
+    make(2, checkpoint_steps=3).begin().run(4).finish()
+    link = tmp_path / "saved" / "model-0" / "step-000000009"
+    link.symlink_to(foreign)
+    job = make(2, checkpoint_steps=3).begin()
+    (note,) = job.notes
+    assert note.startswith("model 0 goes on from the checkpoint of step 4; a newer one is damaged")
+    assert note.count(f"{link} is not a folder, and links are not followed here") == 1
+    assert job.run(5).saved() == [9, 6, 4] and not job.said
+    assert [path.name for path in foreign.iterdir()] == ["manifest.json"]
+
+
+def test_only_links_among_checkpoints_begin_nothing(make, tmp_path) -> None:
+    (tmp_path / "saved" / "model-0").mkdir(parents=True)
+    (tmp_path / "saved" / "model-0" / "step-000000009").symlink_to(tmp_path)
+    kind, text, _ = make(2).begin().problem
+    assert kind == "checkpoint" and "step-000000009 is not a folder, and links are not" in text
+
+
 def test_nothing_is_saved_twice(make) -> None:
     make(2, checkpoint_steps=3).begin().run(6).finish()
     job = make(2, checkpoint_steps=3).begin()
