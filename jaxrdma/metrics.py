@@ -1,15 +1,23 @@
 """What a server and the coordinator tell Prometheus. docs/metrics.md describes every name.
 
 A heartbeat feeds a server's numbers, about once a second; a scrape only writes them down. So no scrape ever holds what
-a step may wait for.
+a step may wait for. Nor may those who ask: whoever reaches the endpoint gets a bounded number of threads, descriptors
+and bytes, for a bounded time.
 """
 
+import contextlib
+import io
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from jaxrdma.cluster import format_address
@@ -24,8 +32,20 @@ if TYPE_CHECKING:
 _BUCKETS = tuple(base * 10.0**power for power in range(-5, 3) for base in (1.0, 2.5, 5.0))
 
 
+# A job has one Prometheus, perhaps two, and somebody with a browser: each has one connection for a moment.
+_CONNECTIONS = 8
+# Who asks says so at once. The whole answer has to be taken within the longer one; it is that of Prometheus's own
+# `scrape_timeout`, and longer than a coordinator is asked for its numbers.
+_SILENT_SECONDS = 5.0
+_REQUEST_SECONDS = 10.0
+_REQUEST_BYTES = 16 << 10  # Prometheus sends some 500, a browser with many cookies some thousands
+
+
 class Endpoint:
     """Answers `GET /metrics` with what `registry` has, on a thread of its own. A context manager.
+
+    A connection has `_REQUEST_SECONDS` until it has its answer, of which it may be silent for `_SILENT_SECONDS`; at
+    most `_CONNECTIONS` are open, and those beyond are closed at once.
 
     **Raises:** `ConfigError`, naming the address, if it cannot be had.
     """
@@ -33,12 +53,15 @@ class Endpoint:
     def __init__(self, address: tuple[str, int], registry: CollectorRegistry) -> None:
         host, port = address
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = _HttpServer(host, port, registry)
         except OSError as error:
             raise ConfigError(
                 f"metrics cannot be shown at {format_address(host, port)}: {error.strerror or error}"
             ) from None
-        self._thread.name = "jaxrdma-metrics"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="jaxrdma-metrics", daemon=True
+        )
+        self._thread.start()
         self.url = f"http://{format_address(host, self._server.server_port)}/metrics"
 
     def __enter__(self) -> "Endpoint":
@@ -48,10 +71,108 @@ class Endpoint:
         self.close()
 
     def close(self) -> None:
-        """Free the port. Idempotent."""
+        """Free the port, and end what is open. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _HttpServer(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, and a bound of connections and of their time."""
+
+    # Those that wait to be accepted, and closed for the most part: of more than socketserver's 5 that come at once, the
+    # rest is not heard before it tries again after a second.
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = found[0]
+        self._lock = threading.Lock()  # of the next one
+        self._ends: dict[socket.socket, float] = {}  # by connection: when its time is up
+        super().__init__((str(address[0]), port), _Handler)
+        self.set_app(make_wsgi_app(registry))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            free = len(self._ends) < _CONNECTIONS
+            if free:
+                self._ends[request] = time.monotonic() + _REQUEST_SECONDS
+        if not free:
+            self.shutdown_request(request)
+            return
+        # Not joined: who closes the endpoint of a coordinator may be whom a scrape is waiting for.
+        threading.Thread(
+            target=self.process_request_thread,
+            args=(request, client_address),
+            name="jaxrdma-scrape",
+            daemon=True,
+        ).start()
+
+    def shutdown_request(self, request: Any) -> None:
+        # First forgotten: the descriptor's number may be another's as soon as it is closed.
+        with self._lock:
+            self._ends.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second, and after every connection that comes."""
+        self._end_until(time.monotonic())
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._end_until(float("inf"))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # Who went away, or was silent for too long, is nobody's fault here.
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def _end_until(self, now: float) -> None:
+        """End the connections whose time was up by then: their threads wake, and close them."""
+        with self._lock:
+            for connection in [each for each, end in self._ends.items() if end <= now]:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(WSGIRequestHandler):
+    """Reads a request and writes its answer."""
+
+    timeout = _SILENT_SECONDS
+    rbufsize = 0
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_Bounded(self.rfile))
+
+    def parse_request(self) -> bool:
+        good = super().parse_request()
+        # All is read. Who does not take the answer is cut off when his time is up, without a trace in the log.
+        self.connection.settimeout(None)
+        return good
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A scrape is nothing to be told."""
+
+
+class _Bounded(io.RawIOBase):
+    """What a connection sends, which seems to end after `_REQUEST_BYTES`."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._left = _REQUEST_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._source.readinto(memoryview(buffer)[: self._left])
+        self._left -= count
+        return count
+
+    def close(self) -> None:
+        self._source.close()  # the socket is open as long as this is
+        super().close()
 
 
 class _Server(Engine, Protocol):

@@ -1,14 +1,24 @@
 """The histograms hold every step once, of the length that it had, however its records come."""
 
+import contextlib
+import http.client
+import io
 import re
+import select
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax.monitoring
 import numpy as np
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from jaxrdma import metrics as module
 from jaxrdma import monitoring, trace
 from jaxrdma.cluster import metrics_address
 from jaxrdma.errors import ConfigError
@@ -177,3 +187,143 @@ def test_who_rests_reads_no_records():
         engine.last = last
         monitor.look(engine)
     assert reads == 2
+
+
+# --- who asks and does not go on ---
+
+
+@pytest.fixture
+def endpoint(capsys: pytest.CaptureFixture[str], no_leftovers: None) -> Iterator[Endpoint]:
+    with Endpoint(("127.0.0.1", 0), ServerMetrics(0).registry) as made:
+        yield made
+    assert capsys.readouterr().err == "", "strangers fill the log"
+
+
+@contextlib.contextmanager
+def connections(endpoint: Endpoint, count: int) -> Iterator[list[socket.socket]]:
+    port = int(re.search(r":(\d+)/", endpoint.url).group(1))
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(count)
+        ]
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the other side has ended it, which has said that it can be read."""
+    try:
+        return connection.recv(65536) == b""
+    except ConnectionError:
+        return True
+
+
+def wait_for_ends(waiting: list[socket.socket], count: int, say: bytes = b"") -> set[socket.socket]:
+    """Until so many were ended by the other side. `say`: what each says twenty times a second meanwhile."""
+    gone: set[socket.socket] = set()
+    deadline = time.monotonic() + 30
+    while len(gone) < count:
+        assert time.monotonic() < deadline, f"{len(gone)} of {count}"
+        left = [each for each in waiting if each not in gone]
+        readable, _, _ = select.select(left, [], [], 0.05 if say else 30)
+        gone.update(each for each in readable if ended(each))
+        for each in set(left) - gone if say else ():
+            with contextlib.suppress(ConnectionError):
+                each.send(say)
+    return gone
+
+
+def scrape(endpoint: Endpoint) -> str:
+    with urllib.request.urlopen(endpoint.url, timeout=20) as answer:
+        return answer.read().decode()
+
+
+def scrape_at_last(endpoint: Endpoint) -> str:
+    """Once there is a place."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return scrape(endpoint)
+        except OSError:  # urllib's errors are such
+            assert time.monotonic() < deadline
+
+
+def threads() -> int:
+    return sum(thread.name == "jaxrdma-scrape" for thread in threading.enumerate())
+
+
+def test_many_strangers_get_few_threads_and_the_others_nothing(endpoint, monkeypatch):
+    monkeypatch.setattr(module._Handler, "timeout", 100.0)
+    monkeypatch.setattr(module, "_REQUEST_SECONDS", 100.0)
+    with connections(endpoint, 300) as silent:
+        wait_for_ends(silent, 300 - module._CONNECTIONS)
+        assert threads() == module._CONNECTIONS
+    assert "jaxrdma_recorder_events_total" in scrape_at_last(endpoint)
+
+
+def test_who_is_silent_is_sent_away(endpoint, monkeypatch):
+    monkeypatch.setattr(module._Handler, "timeout", 0.5)
+    monkeypatch.setattr(module, "_REQUEST_SECONDS", 100.0)
+    with connections(endpoint, module._CONNECTIONS) as silent:
+        silent[0].send(b"GET /metrics HTTP/1.0\r\nHost:")
+        wait_for_ends(silent, len(silent))
+        assert "jaxrdma_recorder_events_total" in scrape_at_last(endpoint)
+
+
+def test_a_scrape_is_answered_beside_strangers_and_once_one_of_too_many_goes(endpoint):
+    with connections(endpoint, module._CONNECTIONS - 1):
+        with connections(endpoint, 1), pytest.raises(OSError):
+            scrape(endpoint)  # accepted after all of these
+        for _ in range(3):
+            assert "jaxrdma_recorder_events_total" in scrape_at_last(endpoint)
+
+
+def test_who_sends_byte_by_byte_is_sent_away_too(endpoint, monkeypatch):
+    monkeypatch.setattr(module, "_REQUEST_SECONDS", 1.0)
+    begin = time.monotonic()
+    with connections(endpoint, module._CONNECTIONS) as slow:
+        wait_for_ends(slow, len(slow), say=b"G")
+        assert time.monotonic() - begin >= 1.0
+        assert "jaxrdma_recorder_events_total" in scrape_at_last(endpoint)
+
+
+def test_who_does_not_take_the_answer_is_sent_away_too(capsys, monkeypatch, no_leftovers):
+    monkeypatch.setattr(module, "_REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(module._Handler, "timeout", 0.5)
+    registry = CollectorRegistry()
+    # More than the buffers of both ends have room for.
+    Gauge("large", "x" * 16_000_000, registry=registry)
+    with (
+        Endpoint(("127.0.0.1", 0), registry) as endpoint,
+        connections(endpoint, module._CONNECTIONS) as slow,
+    ):
+        for each in slow:
+            each.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            scrape(endpoint)  # its turn comes after all of these, whatever it is told
+        monkeypatch.setattr(module, "_REQUEST_SECONDS", 100.0)
+        assert len(scrape_at_last(endpoint)) > 16_000_000
+    assert capsys.readouterr().err == ""
+
+
+def test_an_endpoint_that_closes_ends_what_is_open(endpoint):
+    with connections(endpoint, 3) as silent:
+        begin = time.monotonic()
+        scrape_at_last(endpoint)  # those before it have been accepted
+        endpoint.close()
+        wait_for_ends(silent, 3)
+        assert time.monotonic() - begin < module._SILENT_SECONDS
+
+
+def test_of_a_request_only_so_much_is_read(endpoint):
+    source = io.BytesIO(bytes(1_000_000))
+    reader = io.BufferedReader(module._Bounded(source))
+    assert len(reader.read()) == source.tell() == module._REQUEST_BYTES
+    long = urllib.request.Request(endpoint.url, headers={"Cookie": "x" * 8000})
+    with urllib.request.urlopen(long, timeout=20) as answer:
+        assert answer.status == 200
+
+
+def test_the_limits_are_those_that_are_documented():
+    assert f"at most {module._CONNECTIONS} connections" in PAGE
+    assert f"{module._SILENT_SECONDS:.0f} s of silence" in PAGE
+    assert f"{module._REQUEST_SECONDS:.0f} s" in PAGE
+    assert f"{module._REQUEST_BYTES >> 10} KiB" in PAGE
