@@ -3,8 +3,11 @@
 NumPy is imported where records are looked into: the coordinator, which only passes them on, does without.
 """
 
+import contextlib
+import errno
 import os
 import platform
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -113,12 +116,32 @@ class Dumper:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Whoever reads the folder sees a whole file or none.
             part = path.with_suffix(".part")
-            part.write_bytes(msgspec.msgpack.encode(self.take(reason)))
+            _write_new(part, msgspec.msgpack.encode(self.take(reason)))
             part.replace(path)
         except OSError as error:
             self._say(f"{role} {index}: its last records cannot be written to {path}: {error}")
             return
         self._say(f"{role} {index}: its last records are in {path} ({reason})")
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write a file that was not there: what somebody has put there to be written through is removed, not opened."""
+    path.unlink(missing_ok=True)
+    try:
+        with open(path, "xb") as file:  # follows no link either
+            file.write(content)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _read_file(path: Path) -> bytes:
+    """What is in a file, or in one that a link leads to, for dumps are collected. A FIFO would be waited for."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(path))
+        return file.read()
 
 
 def newest(records: bytes, steps: int) -> bytes:
@@ -145,7 +168,7 @@ def read(path: Path) -> Dump:
     from jaxrdma import trace
 
     try:
-        dump = msgspec.msgpack.decode(path.read_bytes(), type=Dump)
+        dump = msgspec.msgpack.decode(_read_file(path), type=Dump)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path} is no dump of a flight recorder: {error}") from None
     if dump.format != FORMAT:

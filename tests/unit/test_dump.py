@@ -1,5 +1,8 @@
 """Dumps come back from files as they were, only the newest of each process; clocks are compared by the best answer."""
 
+import os
+import resource
+import signal
 from pathlib import Path
 
 import msgspec
@@ -59,6 +62,47 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_error(tmp_path):
     said: list[str] = []
     dumper(tmp_path / "file", said).save("SIGUSR1")
     assert "cannot be written" in said[0]
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])
+def test_a_file_is_not_written_through_a_link(tmp_path, plant):
+    said: list[str] = []
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    folder = tmp_path / "traces"
+    (tmp_path / "scratch").mkdir()
+    folder.symlink_to(tmp_path / "scratch")  # as the user wants it
+    made = dumper(folder, said)
+    made.save("SIGUSR1")
+    (name,) = [path.name for path in folder.iterdir()]
+    second = name.replace("-0.trace", "-1.trace")
+    plant((folder / second).with_suffix(".part"), mine)
+    plant(folder / second, mine)
+    made.save("SIGUSR1")
+    assert mine.read_text() == "precious"
+    assert sorted(path.name for path in folder.iterdir()) == [name, second]
+    assert len(said) == 2 and dump.read(folder / second).records == RECORDS
+
+
+def test_of_a_file_that_cannot_be_written_nothing_is_left(tmp_path):
+    said: list[str] = []
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+        dumper(tmp_path, said).save("SIGUSR1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "cannot be written" in said[0] and "File too large" in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(20)  # who opens a FIFO waits for somebody who writes
+def test_a_fifo_is_no_dump_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.trace")
+    with pytest.raises(ConfigError, match=r"a\.trace is no dump.*not a file"):
+        dump.read_folder(tmp_path)
 
 
 def test_only_the_last_steps_are_taken():
