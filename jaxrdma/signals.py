@@ -111,13 +111,25 @@ class OrderlyEnd:
             raise Terminated(128 + number)
 
 
+def _wake(descriptor: int) -> int:
+    """Have a byte written there at every signal: nowhere, if whose it was has closed it. Returns where before."""
+    try:
+        return signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    except (OSError, ValueError):  # no file, or by now another one, which would block
+        return signal.set_wakeup_fd(-1)
+
+
 class SignalWatch:
     """Calls `notify(signal number)` from its own thread as soon as a signal arrives. A context manager.
 
     Only signals that have a Python handler are seen. Bytes go on to the descriptor that was set before (asyncio's, for
-    instance). Outside the main thread, where Python allows no such watch, this does nothing. A forked child has its
-    own signals, of which its parent hears nothing.
+    instance, or another watch's: they may be stopped in any order). Outside the main thread, where Python allows no
+    such watch, this does nothing. A forked child has its own signals, of which its parent hears nothing.
     """
+
+    # Guards what is linked to what, and its use. A signal's handler may stop a watch amid what the main thread does.
+    _chain: ClassVar[threading.RLock] = threading.RLock()
+    _live: ClassVar[list["SignalWatch"]] = []  # as they were started
 
     def __init__(self, notify: Callable[[int], None]) -> None:
         self._notify = notify
@@ -137,37 +149,57 @@ class SignalWatch:
             return self
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        with SignalWatch._chain:
+            self._previous = _wake(self._writer.fileno())
+            self._live.append(self)
         self._thread = threading.Thread(target=self._watch, name="jaxrdma-signals", daemon=True)
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        thread, self._thread = (
-            self._thread,
-            None,
-        )  # first: who is interrupted in here may come again
+        """Idempotent; who is interrupted in here may come again."""
+        thread = self._thread
         if thread is None:
             return
-        if threading.current_thread() is threading.main_thread():
-            current = signal.set_wakeup_fd(self._previous if self._previous >= 0 else -1)
-            if current not in (-1, self._writer.fileno()):
-                signal.set_wakeup_fd(current)  # somebody came after us: leave theirs
-        self._writer.shutdown(socket.SHUT_WR)  # to close it does not do: somebody may hold a copy
+        self._unlink()
+        with contextlib.suppress(OSError):  # it is closed, by a call that was interrupted
+            self._writer.shutdown(
+                socket.SHUT_WR
+            )  # to close it does not do: somebody may hold a copy
         self._writer.close()
         thread.join()
         self._reader.close()
+        self._thread = None
 
     def forget(self) -> None:
         """In a forked child: what it writes would reach its parent, and it has not the thread."""
+        SignalWatch._chain = threading.RLock()  # a thread that is not here may have held it
         if self._thread is None:
             return
         self._thread = None
-        current = signal.set_wakeup_fd(-1)  # who forks is the main thread of the child
+        current = _wake(-1)  # who forks is the main thread of the child
         if current not in (-1, self._writer.fileno()):
-            signal.set_wakeup_fd(current)
+            _wake(current)
+        if self in self._live:
+            self._live.remove(self)
         self._writer.close()
         self._reader.close()
+
+    def _unlink(self) -> None:
+        """Nobody writes to this watch any more. It must be done before its number can be another file's."""
+        with SignalWatch._chain:
+            if self not in self._live:
+                return
+            number = self._writer.fileno()
+            later = self._live[self._live.index(self) + 1 :]
+            heirs = [watch for watch in later if watch._previous == number]
+            for heir in heirs:
+                heir._previous = self._previous
+            if not heirs and threading.current_thread() is threading.main_thread():
+                current = _wake(self._previous)
+                if current not in (-1, number):
+                    _wake(current)  # somebody came after us: leave theirs
+            self._live[:] = [watch for watch in self._live if watch is not self]
 
     def _watch(self) -> None:
         while True:
@@ -176,8 +208,8 @@ class SignalWatch:
                 return
             for number in received:
                 self._notify(number)
-            if self._previous >= 0:
-                with contextlib.suppress(OSError):
+            with SignalWatch._chain, contextlib.suppress(OSError):
+                if self._previous >= 0:
                     os.write(self._previous, received)
 
     def __enter__(self) -> "SignalWatch":

@@ -1,16 +1,22 @@
 """A signal is seen at once, also while the main thread sleeps in native code."""
 
+import contextlib
+import itertools
 import os
+import queue
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import warnings
+from collections.abc import Iterator
 
 import pytest
 
 from jaxrdma.signals import SignalWatch, signal_together
+from tests.conftest import own_threads
 
 # Tells of every signal that comes, and of SIGINT the process that it is given.
 _TELLER = """
@@ -51,6 +57,107 @@ def test_a_signal_reaches_the_watch_and_those_who_watched_before() -> None:
         signal.signal(signal.SIGUSR2, handler)
         before_reader.close()
         before_writer.close()
+
+
+class Watcher:
+    """A watch, and what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.watch = SignalWatch(self.seen.put)
+
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    """SIGUSR2 has a handler, and nobody is woken but who is started in the test."""
+    handler = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    old = signal.set_wakeup_fd(-1)
+    yield
+    assert signal.set_wakeup_fd(old) == -1
+    signal.signal(signal.SIGUSR2, handler)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_watches_may_be_stopped_in_any_order(handled: None, order: tuple[int, ...]) -> None:
+    strangers = [socket.socketpair() for _ in range(3)]
+    watchers = [Watcher() for _ in range(3)]
+    for each in watchers:
+        each.watch.start()
+    left = set(range(3))
+    with contextlib.ExitStack() as stack:
+        for stopped in order:
+            number = watchers[stopped].watch._writer.fileno()
+            watchers[stopped].watch.stop()
+            left.remove(stopped)
+            # Somebody else's file has the number by now, and must get none of our bytes.
+            os.dup2(strangers[stopped][0].fileno(), number)
+            stack.callback(os.close, number)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            for index in left:
+                assert watchers[index].seen.get(timeout=10) == signal.SIGUSR2
+        assert not own_threads()
+        assert all(each.seen.empty() for each in watchers)
+        assert not select.select([theirs for _, theirs in strangers], [], [], 0)[0]
+    for pair in strangers:
+        for each in pair:
+            each.close()
+
+
+def test_a_watch_can_be_stopped_when_who_was_woken_before_has_gone(handled: None) -> None:
+    before = socket.socketpair()
+    for each in before:
+        each.setblocking(False)
+    signal.set_wakeup_fd(before[0].fileno())
+    watcher = Watcher()
+    watcher.watch.start()
+    for each in before:
+        each.close()
+    watcher.watch.stop()
+    assert not own_threads()
+
+
+def test_a_stop_that_was_interrupted_can_be_done_again(
+    handled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Watcher(), Watcher()
+    first.watch.start()
+    second.watch.start()
+    thread = second.watch._thread
+    assert thread is not None
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            second.watch.stop()
+    second.watch.stop()
+    assert not thread.is_alive()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert first.seen.get(timeout=10) == signal.SIGUSR2
+    first.watch.stop()
+    assert not own_threads()
+
+
+@pytest.mark.timeout(30)
+def test_a_forked_child_has_none_of_its_parents_watches(handled: None) -> None:
+    first, second, third = Watcher(), Watcher(), Watcher()
+    for each in (first, second, third):
+        each.watch.start()
+    first.watch.stop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, which the child does without
+        child = os.fork()
+    if child == 0:
+        second.watch.stop()
+        alone = signal.set_wakeup_fd(-1) == -1 and not SignalWatch._live
+        os._exit(0 if alone else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.kill(os.getpid(), signal.SIGUSR2)
+    for each in (second, third):
+        assert each.seen.get(timeout=10) == signal.SIGUSR2
+        each.watch.stop()
 
 
 @pytest.mark.timeout(30)
