@@ -112,6 +112,7 @@ class Follower:
         self._copied: set[int] = set()  # models that have memory to land in, over verbs
         self._locked: Locked | None = None
         self._made: _native.WorkerEngine | None = None
+        self._connecting = False  # what was made
         self._step = -1
         if spec.transport == "verbs":
             transport.check_verbs(spec)
@@ -332,13 +333,22 @@ class Follower:
         with self._changed:
             if (cause := self._cause()) is not None:
                 raise cause  # came while there was no engine to be told
-            self._made = engine
-        tokens = [entry.tokens[follows.number] for entry in servers]
-        status = engine.connect(addresses, tokens, int(spec.connect_timeout * 1000))
-        if not status.ok:
-            self._made = None
+            self._made, self._connecting = engine, True
+        try:
+            tokens = [entry.tokens[follows.number] for entry in servers]
+            status = engine.connect(addresses, tokens, int(spec.connect_timeout * 1000))
+            with self._changed:
+                self._connecting = False
+            if status.ok:
+                status = engine.status  # it may have been interrupted since
+            if not status.ok:
+                raise self._connect_error(status)
+        except BaseException:
+            # Another pull begins anew.
+            with self._changed:
+                self._made, self._connecting = None, False
             engine.close()
-            raise self._end() or native_error(status)
+            raise
         if notice := engine.notice:
             control.say_on_stderr(f"follower {follows.number}: {notice}")
 
@@ -357,6 +367,13 @@ class Follower:
         with self._changed:
             self._changed.wait_for(lambda: self._cause() is not None, _VERDICT_SECONDS)
             return self._cause()
+
+    def _connect_error(self, status: "_native.Status") -> BaseException:
+        with self._changed:
+            cause = self._cause()
+        if cause is None and status.code == _native.Code.CANCELLED:
+            return KeyboardInterrupt()
+        return self._end() or native_error(status)
 
     def _first_cause(
         self, status: "_native.Status", model: int, least: int, timeout: float | None
@@ -394,9 +411,14 @@ class Follower:
             engine.fail(_native.Status(_native.Code.PEER_FAILED, str(cause)))
 
     def _on_signal(self, number: int) -> None:
-        engine = self._made
-        if number in (signal.SIGINT, signal.SIGTERM) and engine is not None:
-            engine.stop_waiting()
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            return
+        with self._changed:
+            engine = self._made
+            if engine is not None and self._connecting:
+                engine.interrupt()  # for good: this engine is not used any more
+            elif engine is not None:
+                engine.stop_waiting()
 
 
 def _milliseconds(deadline: float) -> int:

@@ -183,6 +183,28 @@ def test_snapshots_of_other_policies_and_the_failure_of_a_job(
     job.wait(30)
 
 
+@pytest.mark.timeout(100)
+def test_a_follower_may_be_interrupted_while_it_connects_and_pull_again(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = make_job(1, 1, heartbeat_timeout=60 * PATIENCE)
+    job.start("followed.py", "sync", tmp_path / "never")
+    file = tmp_path / "now"
+    job.start_follower("interrupted.py", "connecting", file)
+    job.wait_for_output("follower", "following")
+    with follow(job) as other:
+        other.pull(parameters())  # so the model has started
+    job.kill("server 0", signal.SIGSTOP)
+    file.touch()
+    job.wait_for_output("follower", "pulls\n")
+    time.sleep(1)  # it does not say when it waits for the server
+    job.kill("follower", signal.SIGINT)
+    job.wait_for_output("follower", "interrupted\n", 2)
+    job.kill("server 0", signal.SIGCONT)
+    job.wait_for_output("follower", "pulled step", 20)
+    assert job.wait(10, ["follower"]) == {"follower": 0}, job.outputs()
+
+
 @pytest.mark.timeout(30)
 def test_who_follows_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("JAXRDMA_")]:
