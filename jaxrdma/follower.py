@@ -4,6 +4,7 @@ A follower is no worker. It is not counted, gives no gradients, may come and go 
 """
 
 import atexit
+import contextlib
 import secrets
 import signal
 import threading
@@ -33,7 +34,7 @@ from jaxrdma.memory import Locked, copy_bytes
 from jaxrdma.native import flow_spec, native_error, raise_for
 from jaxrdma.plan import Plan, agreed_average_plan, agreed_plan, compare_leaves, describe_leaves
 from jaxrdma.policy import from_wire
-from jaxrdma.signals import SignalWatch
+from jaxrdma.signals import SignalWatch, end_by_interrupt
 
 if TYPE_CHECKING:
     from jaxrdma.native import TransportArguments
@@ -131,7 +132,7 @@ class Follower:
             self._client.close()
             self._signals.stop()
             raise
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
 
     def pull(
         self,
@@ -208,14 +209,20 @@ class Follower:
                 return
             self._closed = True
             self._changed.notify_all()
-        # Its connections may end in any order with its goodbye: nobody minds.
-        if self._made is not None:
-            self._made.close()
+        # All of it, wherever it is interrupted. The last is done first.
+        with contextlib.ExitStack() as rest:
+            rest.callback(atexit.unregister, self._at_exit)
+            rest.callback(self._signals.stop)
+            rest.callback(self._client.leave, self._step)
+            # Its connections may end in any order with its goodbye: nobody minds.
+            if self._made is not None:
+                self._made.close()
+
+    def _at_exit(self) -> None:
         try:
-            self._client.leave(self._step)
-        finally:
-            self._signals.stop()
-            atexit.unregister(self.close)
+            self.close()
+        except KeyboardInterrupt:
+            end_by_interrupt()
 
     def __enter__(self) -> "Follower":
         return self

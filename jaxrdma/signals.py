@@ -35,6 +35,18 @@ def ending_signals() -> list[signal.Signals]:
     return [n for n in every if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
+def end_by_interrupt() -> None:
+    """End the program by SIGINT. For callbacks of `atexit`, in the main thread.
+
+    Of a KeyboardInterrupt in one of these Python tells "Exception ignored", and it ends with 0.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # its reader has gone
+            stream.flush()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 class Terminated(SystemExit):
     """SIGTERM or SIGHUP told this process to end. `code` is 128 and the signal's number, as a shell has it."""
 

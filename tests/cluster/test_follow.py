@@ -205,6 +205,24 @@ def test_a_follower_may_be_interrupted_while_it_connects_and_pull_again(
     assert job.wait(10, ["follower"]) == {"follower": 0}, job.outputs()
 
 
+@pytest.mark.timeout(100)
+def test_a_follower_that_is_interrupted_while_its_program_ends_ends_by_the_signal(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = make_job(1, 1)
+    job.start_coordinator()
+    file = tmp_path / "now"
+    job.start_follower("interrupted.py", "at-end", file)
+    job.wait_for_output("follower", "following")
+    job.kill("coordinator", signal.SIGSTOP)  # so nobody takes note of its goodbye
+    file.touch()
+    job.wait_for_output("follower", "ends\n")
+    time.sleep(0.5)  # Python ends, and says nothing of how far it is
+    job.kill("follower", signal.SIGINT)
+    assert job.wait(3, ["follower"]) == {"follower": -signal.SIGINT}, job.outputs()
+    assert job.output("follower") == "following\nends\n"
+
+
 @pytest.mark.timeout(30)
 def test_who_follows_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("JAXRDMA_")]:
