@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import platform
 import secrets
+import signal
 import socket
 import statistics
 import threading
@@ -24,6 +25,7 @@ from jaxrdma import devices
 from jaxrdma.cluster import ClusterSpec, VerbsSettings, bind, format_address, parse_address
 from jaxrdma.doctor import FAILED, OK, WARNING, Check
 from jaxrdma.errors import ConfigError, JaxRdmaError, TransportError
+from jaxrdma.signals import SignalWatch
 from jaxrdma.transport import Place
 
 if TYPE_CHECKING:
@@ -357,7 +359,14 @@ def measure(
     watchdog = threading.Timer(_PROBE_SECONDS, engine.fail, (late,))
     watchdog.name = "jaxrdma-probe"
     watchdog.start()
+
+    def on_signal(number: int) -> None:
+        if number == signal.SIGINT:
+            engine.interrupt()  # KeyboardInterrupt follows where the native call has returned
+
+    signals = SignalWatch(on_signal)
     try:
+        signals.start()
         raise_for(engine.connect([address], [token], int(_ANSWER_SECONDS * 1000)))
 
         def exchange(number: int, seconds: float) -> float:
@@ -396,6 +405,7 @@ def measure(
     finally:
         watchdog.cancel()
         watchdog.join()
+        signals.stop()
         engine.close()
 
 

@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,16 +17,18 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from jaxrdma import devices, pair
+from jaxrdma import _native, devices, pair
 from jaxrdma.cluster import VerbsSettings
 from jaxrdma.doctor import FAILED, OK, WARNING
 from jaxrdma.errors import TransportError
 from jaxrdma.pair import Side
 from jaxrdma.transport import Place
+from tests.conftest import own_threads
 
 HERE = Side("a", choice="mlx5_0 port 1", reason="RoCE v2", link_layers=("Ethernet",), mtus=(4096,))
 THERE = replace(HERE, host="b")
 NOTHING = VerbsSettings()
+INTERRUPTED_S = 2
 
 
 def outcomes(here: Side, there: Side) -> dict[str, str]:
@@ -215,6 +218,61 @@ def test_a_listener_that_does_not_know_the_secret_is_not_believed():
     last = json.loads(out)["checks"][-1]
     assert last["name"] == "secret"
     assert "does not know the secret" in last["found"]
+
+
+def test_a_visitor_is_interrupted_while_its_engine_connects():
+    """It ends by Ctrl-C, without a traceback; of the engine there it knows the address, and gets no answer."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as impostor,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        contextlib.ExitStack() as stack,
+    ):
+        impostor.settimeout(60)
+        silent.settimeout(60)
+        port = impostor.getsockname()[1]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxrdma", "doctor", "--peer", f"127.0.0.1:{port}"],
+            env=environment("s") | {"JAXRDMA_TRANSPORT": "tcp"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        stack.callback(process.communicate)
+        stack.callback(process.kill)
+        sock, _ = impostor.accept()
+        with sock:
+            line = pair._Line(sock)
+            line.send(pair.Greeting(pair.PROTOCOL, b"n" * 16))
+            knock = line.receive(20, pair.Knock)
+            line.send(pair.Enter(pair._proof("s", "listener", b"n" * 16 + knock.nonce), THERE))
+            line.receive(20, pair.Probe)
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            line.send(pair.Ready(address, b"t" * _native.TOKEN_BYTES))
+            connection, _ = silent.accept()
+            with connection:
+                process.send_signal(signal.SIGINT)
+                out, _ = process.communicate(timeout=INTERRUPTED_S)
+    assert (process.returncode, out) == (130, "")
+
+
+def test_a_visitor_is_interrupted_amid_an_exchange(monkeypatch):
+    monkeypatch.setattr(pair, "_SMALL_SECONDS", 3000.0)  # one native call
+    monkeypatch.setattr(pair, "_PROBE_SECONDS", 100.0)
+    where = Place("127.0.0.1")
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pair.serving("tcp", where, "127.0.0.1", NOTHING) as (address, token):
+        timer = threading.Timer(1, interrupt)  # the engines do not say how far they are
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pair.measure("tcp", where, address, token, NOTHING)
+        assert time.monotonic() - sent[0] < INTERRUPTED_S
+        timer.join()
+    assert not own_threads()
 
 
 @pytest.mark.parametrize(
