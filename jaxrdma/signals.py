@@ -174,10 +174,9 @@ class SignalWatch:
         if thread is None:
             return
         self._unlink()
-        with contextlib.suppress(OSError):  # it is closed, by a call that was interrupted
-            self._writer.shutdown(
-                socket.SHUT_WR
-            )  # to close it does not do: somebody may hold a copy
+        # To close it does not do: somebody may hold a copy. A call that was interrupted may have closed it.
+        with contextlib.suppress(OSError):
+            self._writer.shutdown(socket.SHUT_WR)
         self._writer.close()
         thread.join()
         self._reader.close()
@@ -207,11 +206,23 @@ class SignalWatch:
             heirs = [watch for watch in later if watch._previous == number]
             for heir in heirs:
                 heir._previous = self._previous
-            if not heirs and threading.current_thread() is threading.main_thread():
-                current = _wake(self._previous)
-                if current not in (-1, number):
-                    _wake(current)  # somebody came after us: leave theirs
+            if not heirs:
+                self._give_back(number)
             self._live[:] = [watch for watch in self._live if watch is not self]
+
+    def _give_back(self, number: int) -> None:
+        """Have the interpreter write where it did before, unless somebody came after us: leave theirs."""
+        if threading.current_thread() is threading.main_thread():
+            current = _wake(self._previous)
+            if current not in (-1, number):
+                _wake(current)
+            return
+        # Nobody may tell it so here. The number stays, and leads nowhere.
+        writer = self._writer.dup()
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), number, inheritable=False)
+        self._writer.detach()
+        self._writer = writer
 
     def _watch(self) -> None:
         while True:

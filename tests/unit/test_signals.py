@@ -141,6 +141,26 @@ def test_a_stop_that_was_interrupted_can_be_done_again(
     assert not own_threads()
 
 
+def test_a_watch_that_another_thread_stops_writes_into_nobodys_file(
+    handled: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopped, later = Watcher(), Watcher()
+    stopped.watch.start()
+    number = stopped.watch._writer.fileno()
+    thread = threading.Thread(target=stopped.watch.stop)
+    thread.start()
+    thread.join()
+    assert not own_threads()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    with later.watch:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert later.seen.get(timeout=10) == signal.SIGUSR2
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert capfd.readouterr().err == ""
+    assert stopped.seen.empty()
+    os.close(number)
+
+
 @pytest.mark.timeout(30)
 def test_a_forked_child_has_none_of_its_parents_watches(handled: None) -> None:
     first, second, third = Watcher(), Watcher(), Watcher()
