@@ -481,8 +481,13 @@ class Membership:
         """The stream `member_id` has ended, `why` if that is known. Nothing new if its end was announced."""
         self._tracers.discard(member_id)
         member = self._members.get(member_id)
-        if member is None or member.gone:
-            return []
+        out = [] if member is None or member.gone else self._lost(member, why, now)
+        if member is not None and (member.follows or member.launches):
+            # Nothing refers to who had no place; and any number of followers may come and go.
+            del self._members[member_id]
+        return out
+
+    def _lost(self, member: _Member, why: str, now: float) -> Outgoing:
         if member.follows:
             return self._forget_follower(member, why or "its connection ended")
         member.gone = True

@@ -946,6 +946,49 @@ def test_a_follower_too_many_is_refused_until_another_goes(job):
     assert job.kinds("f65") == [Welcome]
 
 
+@pytest.mark.parametrize("end", ["dies", "leaves", "is dismissed", "fails", "is early"])
+def test_of_followers_that_came_and_went_nothing_is_kept(job, end):
+    if end == "is early":
+        job = Job()
+        job.join("s0")
+    known = dict(job.membership._members)
+    for number in range(3 * MOST_FOLLOWERS):
+        name = f"f{number}"
+        job.join(name)
+        match end:
+            case "leaves":
+                job.say(name, Left(3), Bye())
+            case "fails":
+                job.say(name, Failed("raised", "boom"))
+            case "is dismissed":
+                job.say("s0", FollowerAdmitted(number, "no memory"))
+                assert job.last(name, JobFailed).kind == "transport"
+                job.say(name, Heartbeat(3, "x"))  # what it said before it heard
+            case _:
+                pass
+        job.lose(name)
+        job.lose(name)  # the driver tells of either half of a stream
+        for server in ("s0", "s1") if end != "is early" else ():
+            job.say(server, FollowerAdmitted(number))  # too late, and no harm
+            dismissed = [m for m in job.got[server] if isinstance(m, DismissFollower)]
+            assert [m.number for m in dismissed] == list(range(number + 1))
+    assert job.membership._members == known
+    assert job.membership.status(job.now).followers == 0
+    assert job.membership.failure is None
+
+
+def test_of_launchers_that_came_and_went_nothing_is_kept(job):
+    known = dict(job.membership._members)
+    for number, end in enumerate(("says goodbye", "dies")):
+        job.join(f"l{number}", spare=True)
+        assert job.kinds(f"l{number}") == [Welcome]
+        if end == "says goodbye":
+            job.say(f"l{number}", Bye())
+        job.lose(f"l{number}")
+    assert job.membership._members == known
+    assert job.membership.failure is None
+
+
 def test_only_a_server_admits_followers(job):
     job.say("w0", FollowerAdmitted(0))
     assert "worker 0 (host-a, pid 100) admitted a follower" in job.failure.text
