@@ -741,7 +741,8 @@ class JobStatus(msgspec.Struct, frozen=True, tag="status"):
     - `transport`, `why`: empty before everybody is there.
     - `followers`: how many.
     - `spare`: the places for workers that may come, and are not there yet, by index.
-    - `refused`: streams to the coordinator that had not the secret, or did not say who they are.
+    - `refused`: streams to the coordinator that had not the secret, did not say who they are, or said more than they
+      may.
     """
 
     job: str

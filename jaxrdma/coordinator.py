@@ -132,6 +132,10 @@ _GOODBYE_SECONDS = 2.0  # for a stranger to take the answer that it is none of u
 _MOST_PARAMETERS = 10**18  # of a model; more cannot be addressed in bytes, nor told to an observer
 # Connections of strangers, beside those of a job's processes, their successors and its followers.
 _MOST_STRANGERS = 128
+_LEAVING_SECONDS = 10.0  # for a stream that may say no more to take what it is still to be told
+# Messages that may wait for a member that does not take them: a server is told a few for each gradient, and a worker
+# gives no other before all servers have dealt with it.
+_MOST_WAITING = 1 << 18
 _METRICS_SECONDS = 5.0  # for a scrape to be answered: else it is given up
 _MOST_TRACERS = 4  # at a time: each costs every process of the job up to half a megabyte
 _REMIND_SECONDS = 10.0  # between two texts on a worker whose place is kept
@@ -316,7 +320,9 @@ class Membership:
         self._mirror_tokens: list[bytes] = []  # by server, what it shows its mirror
         self._rescuer: Rescuer | None = None  # from the failure on until what is left is saved
         self._next_follower = 0
-        self._tracers: set[int] = set()  # ids of streams
+        # By the id of their stream, the members that have not answered.
+        self._tracers: dict[int, set[int]] = {}
+        self._asked: set[int] = set()  # streams of observers and tracers: these may say no more
         self._next_reminder = now
         self._refused = 0  # streams of strangers
         self._strangers = Seldom()
@@ -384,6 +390,10 @@ class Membership:
             return [m.name for m in self._of("server") if m.hello.index in late]
         return [m.name for m in self._of("worker") if not m.left]
 
+    def most_waiting(self, member_id: int) -> int:
+        """So many messages may wait for a stream that does not take them. Beyond, it is to be ended."""
+        return _MOST_WAITING if member_id in self._members else self.most + 1  # as a tracer is sent
+
     def knock(self, secret: bytes, now: float) -> Refused | None:
         """Whether a stream may speak, by the secret that goes ahead of it; if not, the answer, and it is counted."""
         if hmac.compare_digest(secret, self._secret.encode()):
@@ -400,19 +410,19 @@ class Membership:
 
     def handle(self, member_id: int, message: ClientMessage, now: float) -> Outgoing:
         """What a message of the stream `member_id` leads to. Streams that may not `knock` do not come here."""
+        if member_id in self._asked:
+            self._tracers.pop(member_id, None)
+            return self._out_of_turn(member_id, "an observer or tracer says hello and no more", now)
         if isinstance(message, Hello) and member_id not in self._members:
             if message.role == "observer":
-                return [
-                    (member_id, self._refuse_stranger(message, "an observer") or self.status(now))
-                ]
+                return self._observe(member_id, message, now)
             if message.role == "tracer":
                 return self._trace(member_id, message)
             return self._hello(member_id, message, now)
         member = self._members.get(member_id)
         if member is None:
             text = "the first message of a process must be its hello"
-            self.turn_away(text, now)
-            return [(member_id, Refused("protocol", text))]
+            return self._out_of_turn(member_id, text, now)
         if member.gone:
             return []
         member.heard = now
@@ -468,8 +478,11 @@ class Membership:
             case Landed():
                 return self._landed(member, message, now)
             case Traced():
-                asks = message.number in self._tracers
-                return [(message.number, message)] if asks else []
+                asked = self._tracers.get(message.number, set())
+                if member_id not in asked:
+                    return []  # who asked has gone, or has been answered
+                asked.remove(member_id)
+                return [(message.number, message)]
             case FlowReady() | Restored() | ShardSaved() | SaveMissed() | SaveCommitted():
                 return self._answer(member, message, now)
             case Held() | RescueSaved() | RescueCommitted():
@@ -477,9 +490,15 @@ class Membership:
             case Hello():
                 return self._broken(member, "said hello twice", now)
 
+    def _out_of_turn(self, member_id: int, text: str, now: float) -> Outgoing:
+        """The answer to a stream of no member that says what it may not."""
+        self.turn_away(text, now)
+        return [(member_id, Refused("protocol", text))]
+
     def lost(self, member_id: int, why: str, now: float) -> Outgoing:
         """The stream `member_id` has ended, `why` if that is known. Nothing new if its end was announced."""
-        self._tracers.discard(member_id)
+        self._tracers.pop(member_id, None)
+        self._asked.discard(member_id)
         member = self._members.get(member_id)
         out = [] if member is None or member.gone else self._lost(member, why, now)
         if member is not None and (member.follows or member.launches):
@@ -1612,6 +1631,13 @@ class Membership:
             if m.hello.index in late and m.state != IN_STEP and self._takes_part(m)
         ]
 
+    def _observe(self, observer: int, hello: Hello, now: float) -> Outgoing:
+        refused = self._refuse_stranger(hello, "an observer")
+        if refused is not None:
+            return [(observer, refused)]
+        self._asked.add(observer)
+        return [(observer, self.status(now))]
+
     def _trace(self, tracer: int, hello: Hello) -> Outgoing:
         """Everybody is asked to answer whenever it can; nobody waits for that but who asked."""
         refused = self._refuse_stranger(hello, "a tracer")
@@ -1624,8 +1650,9 @@ class Membership:
             )
         if refused is not None:
             return [(tracer, refused)]
-        self._tracers.add(tracer)
         asked = [m for m in self._crew() if not m.left]
+        self._asked.add(tracer)
+        self._tracers[tracer] = {m.id for m in asked}
         begin: Outgoing = [(tracer, Tracing([m.name for m in asked]))]
         return begin + self._to(asked, SendTrace(tracer, max(0, hello.index)))
 
@@ -1913,6 +1940,29 @@ def _list(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+class _Stream:
+    """What waits for the other end of a stream."""
+
+    def __init__(self) -> None:
+        self.waiting: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()  # None: the end
+        self.writing: asyncio.Future[None] | None = None
+        self.why = ""  # it was ended, if it was
+
+    async def write(self, context: Any) -> None:
+        while (message := await self.waiting.get()) is not None:
+            if isinstance(message, Alive | Welcome):
+                message = msgspec.structs.replace(message, time_ns=time.time_ns())
+            await context.write(control.encode(message))
+            if isinstance(message, Refused):
+                break
+
+    def end(self, why: str) -> None:
+        """At once, whatever still waits."""
+        self.why = why
+        if self.writing is not None:
+            self.writing.cancel()
+
+
 class Coordinator:
     """A `Membership` behind a gRPC port. Lives in one event loop; a member is a stream.
 
@@ -1950,7 +2000,7 @@ class Coordinator:
         self._on_rescue = on_rescue
         self._identity = identity
         self._told_saving = self._told_rescue = False
-        self._queues: dict[int, asyncio.Queue[CoordinatorMessage | None]] = {}
+        self._streams: dict[int, _Stream] = {}
         self._next_id = 0
         self._told_transport = False
         self._changed = asyncio.Event()
@@ -2037,8 +2087,8 @@ class Coordinator:
 
     async def stop(self) -> None:
         """End every stream, after what is queued for it, and close the port."""
-        for outgoing in self._queues.values():
-            outgoing.put_nowait(None)
+        for stream in self._streams.values():
+            stream.waiting.put_nowait(None)
         if self._server is not None:
             await self._server.stop(0.5)
 
@@ -2056,27 +2106,29 @@ class Coordinator:
                     await context.write(control.encode(refused))
             return
         member, self._next_id = self._next_id, self._next_id + 1
-        outgoing: asyncio.Queue[CoordinatorMessage | None] = asyncio.Queue()
-        self._queues[member] = outgoing
-        reading = asyncio.ensure_future(self._read(member, requests, outgoing))
+        stream = self._streams[member] = _Stream()
+        stream.writing = writing = asyncio.ensure_future(stream.write(context))
+        # If both ends go at once, nobody else asks how that ended.
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        reading = asyncio.ensure_future(self._read(member, requests, stream))
         try:
-            while (message := await outgoing.get()) is not None:
-                if isinstance(message, Alive | Welcome):
-                    message = msgspec.structs.replace(message, time_ns=time.time_ns())
-                await context.write(control.encode(message))
-                if isinstance(message, Refused):
-                    break
+            await asyncio.wait([reading, writing], return_when=asyncio.FIRST_COMPLETED)
+            # Who takes nothing would otherwise keep what waits for it.
+            await asyncio.wait([writing], timeout=_LEAVING_SECONDS)
+            if writing.done() and not writing.cancelled():
+                writing.result()
         finally:
             # No await in here: a cancelled stream must be accounted for at once.
             reading.cancel()
-            del self._queues[member]
-            self._send(self._membership.lost(member, "", time.monotonic()))
+            writing.cancel()
+            self._streams.pop(member, None)
+            self._send(self._membership.lost(member, stream.why, time.monotonic()))
 
     async def _read(
         self,
         member: int,
         requests: AsyncIterator[bytes],
-        outgoing: "asyncio.Queue[CoordinatorMessage | None]",
+        stream: _Stream,
     ) -> None:
         """Feed the messages of one stream to the membership; at the end, or at a bad one, let the stream end."""
         why = ""
@@ -2087,8 +2139,10 @@ class Coordinator:
                     patience.reschedule(None)
                     message = control.decode_client(data)
                     known = True
-                    self._send(self._membership.handle(member, message, time.monotonic()))
-                    if isinstance(message, Bye):
+                    out = self._membership.handle(member, message, time.monotonic())
+                    self._send(out)
+                    refused = any(to == member and isinstance(m, Refused) for to, m in out)
+                    if refused or isinstance(message, Bye):
                         break
         except TimeoutError:
             why = "it never said hello"
@@ -2099,7 +2153,7 @@ class Coordinator:
         if not known:
             self._membership.turn_away(why or "it ended without a word", time.monotonic())
         self._send(self._membership.lost(member, why, time.monotonic()))
-        outgoing.put_nowait(None)
+        stream.waiting.put_nowait(None)
 
     def _send(self, out: Outgoing) -> None:
         notes, self._membership.notes = self._membership.notes, []
@@ -2121,9 +2175,16 @@ class Coordinator:
                 self._told_transport = True
                 if message.why != ASKED:  # or everybody knows
                     self._say(f"transport {message.transport}: {message.why}")
-            outgoing = self._queues.get(member)
-            if outgoing is not None:
-                outgoing.put_nowait(message)
+            stream = self._streams.get(member)
+            if stream is None:
+                continue
+            if stream.waiting.qsize() < self._membership.most_waiting(member):
+                stream.waiting.put_nowait(message)
+            else:
+                del self._streams[member]
+                stream.end(
+                    f"it does not take what it is sent: {stream.waiting.qsize()} messages wait"
+                )
         self._changed.set()
 
 

@@ -63,3 +63,21 @@ def test_of_a_job_that_has_failed_the_files_are_named(job):
     ((_, refused),) = asks(job)
     assert isinstance(refused, Refused) and refused.kind == "failed"
     assert "ValueError: no" in refused.text and "JAXRDMA_TRACE_DIR" in refused.text
+
+
+def test_each_process_is_heard_once(job):
+    asks(job)
+    for name in ("w0", "w1", "s0"):
+        assert answer(job, name) == [(900, Traced(900, DUMP))]
+        assert answer(job, name) == []
+
+
+def test_a_stream_that_has_asked_may_ask_nothing_else(job):
+    asks(job)
+    for _ in range(3):
+        ((to, refused),) = asks(job)
+        assert (to, refused.kind) == (900, "protocol")
+    assert answer(job, "w1") == []
+    assert job.membership.status(job.now).refused == 3
+    for tracer in range(901, 905):  # nor does it take a place
+        assert len(asks(job, tracer)) == 4
