@@ -175,6 +175,7 @@ class _Member:
     spare: bool = False  # a worker beyond those that the job needs to begin
     # Of who came after the start: models that it has called init for, and those that have not begun yet.
     resumed: set[int] = field(default_factory=set[int])
+    proposed: int = 0  # how many models: they are numbered in that order
     early: dict[int, FlowProposal] = field(default_factory=dict[int, FlowProposal])
 
     @property
@@ -1038,6 +1039,13 @@ class Membership:
         flaw = _flaw(proposal, self._most["worker"], grows=self._grows)
         if flaw is not None:
             return self._broken(member, f"proposed a model {number} that cannot be: {flaw}", now)
+        expected = self._expected_before(member, number)
+        if expected is not None:
+            return self._broken(member, f"proposed model {number}, and {expected}", now)
+        member.proposed = max(member.proposed, number + 1)
+        # Programs can be large, and those of others are not asked for.
+        if index > 0:
+            proposal = msgspec.structs.replace(proposal, programs=[])
         flow = self._flows.get(number)
         if member.spare:
             return self._spare_proposal(member, flow, proposal, now)
@@ -1089,6 +1097,21 @@ class Membership:
         }
         return out
 
+    def _expected_before(self, member: _Member, number: int) -> str | None:
+        """What was expected of a worker rather than to propose model `number` now, or None.
+
+        It numbers its models in the order of its calls of init, each of which waits until the model has started. So no
+        worker is ahead of another by more than one model, and the programs of one model at most are kept here.
+        """
+        if number > member.proposed:
+            return (
+                f"model {member.proposed} was expected, the next after those that it has proposed"
+            )
+        before = self._flows.get(number - 1)
+        if 0 < number == member.proposed and (before is None or before.start is None):
+            return f"was expected to wait until model {number - 1} has started"
+        return None
+
     def _spare_proposal(
         self, member: _Member, flow: _Flow | None, proposal: FlowProposal, now: float
     ) -> Outgoing:
@@ -1097,8 +1120,7 @@ class Membership:
         if number in member.resumed or number in member.early:
             return self._broken(member, f"proposed model {number} twice", now)
         if flow is None or flow.start is None:
-            # Programs can be large, and those of others are not asked for.
-            member.early[number] = msgspec.structs.replace(proposal, programs=[])
+            member.early[number] = proposal
             return []
         return self._resume(member, flow, proposal, now)
 

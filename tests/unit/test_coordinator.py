@@ -409,9 +409,54 @@ def test_models_that_differ_are_rejected_everywhere_with_both_versions(job, chan
 
 
 def test_two_models_do_not_mix(job):
-    job.say("w0", proposal(0), proposal(1, digest="x"))
-    job.say("w1", proposal(1, digest="x"))
-    assert [m.flow for m in job.got["w0"] if isinstance(m, FlowAgreed)] == [1]
+    for number in (0, 1):
+        job.say("w0", proposal(number, digest=f"{number}"))
+        job.say("w1", proposal(number, digest=f"{number}"))
+        job.say("s0", FlowReady(number))
+        job.say("s1", FlowReady(number))
+    for kind in (FlowAgreed, FlowStart):
+        assert [m.flow for m in job.got["w0"] if isinstance(m, kind)] == [0, 1]
+    assert [m.digest for m in job.got["w1"] if isinstance(m, FlowAgreed)] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((1,), "model 1, and model 0 was expected, the next after those that it has proposed"),
+        ((0, 2), "model 2, and model 1 was expected, the next after those that it has proposed"),
+        ((0, 1), "model 1, and was expected to wait until model 0 has started"),
+    ],
+)
+@pytest.mark.parametrize("agreed", [False, True], ids=["alone", "agreed"])
+def test_a_worker_is_ahead_by_one_model_at_most(job, numbers, text, agreed):
+    *before, last = numbers
+    for number in before:
+        job.say("w0", proposal(number, programs=[b"p", b"q"]))
+        if agreed:
+            job.say("w1", proposal(number))
+    job.say("w0", proposal(last, programs=[b"p", b"q"]))
+    assert job.failure.kind == "protocol"
+    assert job.failure.text.endswith(f"worker 0 (host-a, pid 100) proposed {text}")
+    assert len(job.membership._flows) == len(before)
+
+
+def test_who_came_to_a_spare_place_is_ahead_by_one_model_at_most():
+    job = growing()
+    come_in(job, "w2")
+    take_up(job, "w2", policy=SHRINKING)
+    take_up(job, "w2", number=1, policy=SHRINKING)
+    take_up(job, "w2", number=2, policy=SHRINKING)
+    assert "worker 2 (host-a, pid 102) proposed model 2" in job.failure.text
+    assert "expected to wait until model 1 has started" in job.failure.text
+
+
+def test_programs_of_others_than_worker_0_are_not_kept(job):
+    job.say("w1", proposal(programs=[bytes(100), bytes(100)]))
+    (kept,) = job.membership._flows[0].proposals.values()
+    assert kept.programs == []
+    job.say("w0", proposal(programs=[b"p0", b"p1"]))
+    assert [job.last(name, FlowAgreed).program for name in ("s0", "s1")] == [b"p0", b"p1"]
+    assert all(p.programs == [] for p in job.membership._flows[0].proposals.values())
 
 
 def test_a_model_that_waits_says_for_whom(job):
@@ -1973,6 +2018,7 @@ def test_a_second_model_begins_without_who_came_and_lets_it_in():
 def test_another_model_of_who_came_early_concerns_nobody_else():
     job = growing()
     come_in(job, "w2")
+    take_up(job, "w2", policy=SHRINKING)
     wire = to_wire(SHRINKING.complete(4))
     job.say("w2", proposal(1, policy=wire, digest="other"))
     start_model(job, 1, SHRINKING)
