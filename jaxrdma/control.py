@@ -97,6 +97,12 @@ _WAKING_SECONDS = 5.0  # so long after a sleep its consequences may still arrive
 # Numbers off the wire that are reckoned with: beyond these they are refused where a message is read. -1: none.
 Step = Annotated[int, msgspec.Meta(ge=-1, le=1 << 62)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+# And those that go on into the native module, which has no room for others.
+Incarnation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]  # of a worker or server
+FollowerNumber = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 32) - (1 << 16))]
+FlowNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+SequenceNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class LeafSpec(msgspec.Struct, frozen=True):
@@ -150,15 +156,15 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """
 
     role: str
-    index: int
-    incarnation: int
+    index: Count
+    incarnation: Incarnation
     version: str
     job: str
     host: str
     pid: int
     offer: Offer
-    settings: dict[str, int | bool]
-    attempt: int = 0
+    settings: dict[str, Count | bool]
+    attempt: Count = 0
     spare: bool = False
 
 
@@ -169,10 +175,10 @@ JOINS = "joining"  # of one that is not connected to all of them yet
 class Wait(msgspec.Struct, frozen=True):
     """What a worker has waited for longest: the answer to a partition, which is at this stage of its way."""
 
-    flow: int
+    flow: FlowNumber
     step: Step
-    server: int
-    partition: int
+    server: Index
+    partition: Count
     stage: str
 
 
@@ -203,7 +209,7 @@ class FlowProposal(msgspec.Struct, frozen=True, tag="flow_proposal"):
     - `averaged`: the next model is this one's averages.
     """
 
-    flow: int
+    flow: FlowNumber
     leaves: list[LeafSpec]
     digest: str
     mode: str
@@ -231,7 +237,7 @@ class FlowReady(msgspec.Struct, frozen=True, tag="flow_ready"):
     - `found`: steps of checkpoints that it could restore; `damaged`: a text on each that it could not.
     """
 
-    flow: int
+    flow: FlowNumber
     holds: bool = True
     rule: SaveRule | None = None
     found: list[Step] = []
@@ -241,15 +247,15 @@ class FlowReady(msgspec.Struct, frozen=True, tag="flow_ready"):
 class GradientName(msgspec.Struct, frozen=True, array_like=True):
     """One gradient: those of an incarnation of a worker are numbered from 0, in the order of their pushes."""
 
-    worker: int
-    incarnation: int
-    sequence: int
+    worker: Index
+    incarnation: Incarnation
+    sequence: SequenceNumber
 
 
 class Landed(msgspec.Struct, frozen=True, tag="landed"):
     """A server holds all that it gets of `gradient`, which was computed on the parameters of `step`."""
 
-    flow: int
+    flow: FlowNumber
     gradient: GradientName
     step: Step
 
@@ -257,7 +263,7 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
 class Restored(msgspec.Struct, frozen=True, tag="restored"):
     """A server has read its share of the checkpoint of `step`, or could not: `problem`."""
 
-    flow: int
+    flow: FlowNumber
     step: Step
     problem: str = ""
 
@@ -265,7 +271,7 @@ class Restored(msgspec.Struct, frozen=True, tag="restored"):
 class ShardSaved(msgspec.Struct, frozen=True, tag="shard_saved"):
     """A server's file of `step` is on the disk. `last`: answers the `SaveAt` of the job's end."""
 
-    flow: int
+    flow: FlowNumber
     step: Step
     shard: ShardFile
     last: bool = False
@@ -278,7 +284,7 @@ class SaveMissed(msgspec.Struct, frozen=True, tag="save_missed"):
     `SaveAt` of the job's end.
     """
 
-    flow: int
+    flow: FlowNumber
     step: Step
     reached: Step
     problem: str = ""
@@ -289,7 +295,7 @@ class SaveMissed(msgspec.Struct, frozen=True, tag="save_missed"):
 class SaveCommitted(msgspec.Struct, frozen=True, tag="save_committed"):
     """The files of `step` are a checkpoint, or could not be made one: `problem`. `last`: as in `SaveCommit`."""
 
-    flow: int
+    flow: FlowNumber
     step: Step
     problem: str = ""
     last: bool = False
@@ -298,8 +304,8 @@ class SaveCommitted(msgspec.Struct, frozen=True, tag="save_committed"):
 class HeldPart(msgspec.Struct, frozen=True):
     """The part of a model that lies on `server`, or the copy of it: of these steps the sender could save it."""
 
-    flow: int
-    server: int
+    flow: FlowNumber
+    server: Index
     steps: list[Step]
 
 
@@ -312,7 +318,7 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 class RescueSaved(msgspec.Struct, frozen=True, tag="rescue_saved"):
     """The answer to `RescueSave`: a server's files of `step` are on the disk, or not: `problem`."""
 
-    flow: int
+    flow: FlowNumber
     step: Step
     shards: list[ShardFile]
     problem: str = ""
@@ -321,7 +327,7 @@ class RescueSaved(msgspec.Struct, frozen=True, tag="rescue_saved"):
 class RescueCommitted(msgspec.Struct, frozen=True, tag="rescue_committed"):
     """The answer to `RescueCommit`: `step` is a checkpoint, or could not be made one: `problem`."""
 
-    flow: int
+    flow: FlowNumber
     step: Step
     problem: str = ""
 
@@ -329,30 +335,30 @@ class RescueCommitted(msgspec.Struct, frozen=True, tag="rescue_committed"):
 class LostWorker(msgspec.Struct, frozen=True, tag="lost_worker"):
     """A server has lost its data connection to this life of worker `index`, without a goodbye; `text` says how."""
 
-    index: int
-    incarnation: int
+    index: Index
+    incarnation: Incarnation
     text: str
 
 
 class WorkerAdmitted(msgspec.Struct, frozen=True, tag="worker_admitted"):
     """The answer to an `AdmitWorker`: a server lets it in, or cannot: `problem`."""
 
-    index: int
-    incarnation: int
+    index: Index
+    incarnation: Incarnation
     problem: str = ""
 
 
 class FollowerAdmitted(msgspec.Struct, frozen=True, tag="follower_admitted"):
     """A server lets follower `number` in; or will not, or not any longer: `problem`."""
 
-    number: int
+    number: FollowerNumber
     problem: str = ""
 
 
 class Traced(msgspec.Struct, frozen=True, tag="traced"):
     """What a worker or server recorded: the answer to the `SendTrace` of this number, which goes on to who asked."""
 
-    number: int
+    number: Count
     dump: Dump
 
 
@@ -373,7 +379,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """Of a launcher: a server or worker that it started ended, `how` ("ended with exit code 5"), well or not."""
 
     role: str
-    index: int
+    index: Index
     pid: int
     how: str
     well: bool
@@ -426,8 +432,8 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 class SendTrace(msgspec.Struct, frozen=True, tag="send_trace"):
     """To a worker or server: answer with what you recorded of the last `steps` steps of each model; 0: with all."""
 
-    number: int
-    steps: int
+    number: Count
+    steps: Count
 
 
 class ServerEntry(msgspec.Struct, frozen=True):
@@ -436,26 +442,26 @@ class ServerEntry(msgspec.Struct, frozen=True):
     `address` is empty in what a server gets: none listens before it knows whom it may let in.
     """
 
-    index: int
+    index: Index
     address: str
-    incarnation: int
-    tokens: dict[int, bytes]
+    incarnation: Incarnation
+    tokens: dict[Count, bytes]
 
 
 class WorkerEntry(msgspec.Struct, frozen=True):
     """A worker in the roster: one that has a part in the job."""
 
-    index: int
+    index: Index
     host: str
     pid: int
-    incarnation: int
+    incarnation: Incarnation
 
 
 class Keeps(msgspec.Struct, frozen=True):
     """Whose part a server keeps a copy of: another server, in this life of it, which will show `token`."""
 
-    server: int
-    incarnation: int
+    server: Index
+    incarnation: Incarnation
     token: bytes
 
 
@@ -478,7 +484,7 @@ class Roster(msgspec.Struct, frozen=True, tag="roster"):
 class MirrorAt(msgspec.Struct, frozen=True, tag="mirror_at"):
     """To a server: another one keeps a copy of its part, and expects it at `address`, with `token`."""
 
-    server: int
+    server: Index
     address: str
     token: bytes
 
@@ -486,23 +492,23 @@ class MirrorAt(msgspec.Struct, frozen=True, tag="mirror_at"):
 class AdmitWorker(msgspec.Struct, frozen=True, tag="admit_worker"):
     """To a server: the place of a lost worker, or a spare one, has this incarnation now, which will show `token`."""
 
-    index: int
-    incarnation: int
+    index: Index
+    incarnation: Incarnation
     token: bytes
 
 
 class AdmitFollower(msgspec.Struct, frozen=True, tag="admit_follower"):
     """To a server: a follower will show `token`. Numbers are given once in the life of a job."""
 
-    number: int
-    incarnation: int
+    number: FollowerNumber
+    incarnation: Incarnation
     token: bytes
 
 
 class DismissFollower(msgspec.Struct, frozen=True, tag="dismiss_follower"):
     """To a server: this follower is gone, or has to go; `why`, for the follower itself."""
 
-    number: int
+    number: FollowerNumber
     why: str
 
 
@@ -512,11 +518,11 @@ class Follows(msgspec.Struct, frozen=True, tag="follows"):
     `settings`: those that all processes of the job share. What was agreed on models so far comes next.
     """
 
-    number: int
+    number: FollowerNumber
     servers: list[ServerEntry]
     transport: str
     why: str
-    settings: dict[str, int | bool]
+    settings: dict[str, Count | bool]
 
 
 class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
@@ -525,7 +531,7 @@ class FlowAgreed(msgspec.Struct, frozen=True, tag="flow_agreed"):
     `mirrored`: the update for the shard that it keeps a copy of.
     """
 
-    flow: int
+    flow: FlowNumber
     leaves: list[LeafSpec]
     digest: str
     mode: str
@@ -543,17 +549,17 @@ class FlowStart(msgspec.Struct, frozen=True, tag="flow_start"):
     started before.
     """
 
-    flow: int
-    restored: int | None = None
+    flow: FlowNumber
+    restored: Step | None = None
     text: str = ""
-    joined: int | None = None
+    joined: Step | None = None
 
 
 class Restore(msgspec.Struct, frozen=True, tag="restore"):
     """To a server: read your share of the checkpoint of `step`."""
 
-    flow: int
-    step: int
+    flow: FlowNumber
+    step: Step
 
 
 LAST = -1  # of SaveAt
@@ -562,15 +568,15 @@ LAST = -1  # of SaveAt
 class SaveAt(msgspec.Struct, frozen=True, tag="save_at"):
     """To a server: save `step`, if you have not passed it; `LAST`: the step that you are at, for the job is over."""
 
-    flow: int
-    step: int
+    flow: FlowNumber
+    step: Step
 
 
 class SaveCommit(msgspec.Struct, frozen=True, tag="save_commit"):
     """To one server: all files of `step` are on the disk. Write the manifest. `last`: as in their `ShardSaved`."""
 
-    flow: int
-    step: int
+    flow: FlowNumber
+    step: Step
     shards: list[ShardFile]
     last: bool = False
 
@@ -581,8 +587,8 @@ class SaveEnded(msgspec.Struct, frozen=True, tag="save_ended"):
     `last`: speaks of the save of the job's end, which may be of a step that was skipped or failed before.
     """
 
-    flow: int
-    step: int
+    flow: FlowNumber
+    step: Step
     saved: bool
     last: bool = False
 
@@ -594,16 +600,16 @@ class Rescue(msgspec.Struct, frozen=True, tag="rescue"):
 class RescueSave(msgspec.Struct, frozen=True, tag="rescue_save"):
     """To a server: write what `parts`, itself or the server whose copy it keeps, held of `step`."""
 
-    flow: int
-    step: int
-    parts: list[int]
+    flow: FlowNumber
+    step: Step
+    parts: list[Index]
 
 
 class RescueCommit(msgspec.Struct, frozen=True, tag="rescue_commit"):
     """To one server: all files of `step` are on the disk. Write the manifest."""
 
-    flow: int
-    step: int
+    flow: FlowNumber
+    step: Step
     shards: list[ShardFile]
 
 
@@ -616,7 +622,7 @@ class Rescuing(msgspec.Struct, frozen=True, tag="rescuing"):
 class Mean(msgspec.Struct, frozen=True, tag="mean"):
     """These gradients, summed in this order, make the mean that leads from `step` to the next."""
 
-    step: int
+    step: Step
     gradients: list[GradientName]
 
 
@@ -630,21 +636,21 @@ class Answered(msgspec.Struct, frozen=True, tag="answered"):
     """The worker of this gradient gets the parameters of `step`, and is told whether its gradient counts."""
 
     gradient: GradientName
-    step: int
+    step: Step
     accepted: bool
 
 
 class Decided(msgspec.Struct, frozen=True, tag="decided"):
     """To every server that holds a part of `flow`, the same in the same order: what becomes of gradients."""
 
-    flow: int
+    flow: FlowNumber
     decisions: list[Mean | Dropped | Answered]
 
 
 class FlowRejected(msgspec.Struct, frozen=True, tag="flow_rejected"):
     """The workers' models differ; the job has failed. Or that of one who came later: it is told alone."""
 
-    flow: int
+    flow: FlowNumber
     text: str
 
 
@@ -652,15 +658,15 @@ class MemberJoined(msgspec.Struct, frozen=True, tag="member_joined"):
     """A worker has come to a job that has begun: to a spare place, or to that of one that was lost."""
 
     role: str
-    index: int
+    index: Index
 
 
 class MemberLeft(msgspec.Struct, frozen=True, tag="member_left"):
     """A worker ended in good order, after `step`."""
 
     role: str
-    index: int
-    step: int
+    index: Index
+    step: Step
 
 
 class MemberLost(msgspec.Struct, frozen=True, tag="member_lost"):
@@ -670,7 +676,7 @@ class MemberLost(msgspec.Struct, frozen=True, tag="member_lost"):
     """
 
     role: str
-    index: int
+    index: Index
     kind: str
     text: str
     waits: bool
@@ -707,12 +713,12 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     name: str
     host: str
     pid: int
-    incarnation: int
+    incarnation: Incarnation
     state: str
     doing: str
     wait: Wait | None
     seconds: float
-    step: int
+    step: Step
     step_seconds: float
     sent: float
     received: float
@@ -725,7 +731,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
 class ModelStatus(msgspec.Struct, frozen=True):
     """A model of a job. `state`: "proposed", "agreed" or "started". `parameters`: how many numbers."""
 
-    flow: int
+    flow: FlowNumber
     state: str
     mode: str
     policy: str

@@ -25,10 +25,13 @@ from jaxrdma.control import (
     JobStatus,
     Landed,
     Left,
+    LostWorker,
     Refused,
     SaveRule,
+    WorkerAdmitted,
 )
 from jaxrdma.coordinator import Membership
+from jaxrdma.dump import Dump
 from jaxrdma.policy import Async, BoundedStaleness, SyncReplicas, to_wire
 from tests.fuzz.examples import patience, search
 from tests.unit.test_coordinator import Job, hello, proposal
@@ -57,9 +60,11 @@ POLICIES = [
 def anything(kind: inspect.Type) -> st.SearchStrategy[Any]:
     """Values of a type as msgspec sees it, small ones and absurd ones."""
     match kind:
-        case inspect.IntType(ge=ge, le=le):
+        case inspect.IntType(ge=ge, le=le, lt=lt):
             numbers = NUMBERS if ge is not None else NUMBERS | NEGATIVE
-            return numbers if le is None else numbers.filter(lambda n: n <= le)
+            least = -(1 << 63) if ge is None else ge
+            most = min((1 << 64) - 1 if le is None else le, (1 << 64) - 1 if lt is None else lt - 1)
+            return numbers.filter(lambda n: least <= n <= most)
         case inspect.FloatType():
             return st.sampled_from([0.0, 0.5, 1e300, float("inf"), float("nan")])
         case inspect.BoolType():
@@ -150,12 +155,103 @@ def test_bytes_that_are_no_message_are_a_msgspec_error(data: bytes) -> None:
         Left(-2),
         proposal(leaves=[control.LeafSpec("w", (-1,), "float32")]),
         FlowReady(0, rule=SaveRule(-1, 0.0)),
+        proposal(1 << 16),
+        Landed(0, GradientName(0, -1, 0), 0),
+        Landed(0, GradientName(0, 7, 1 << 32), 0),
+        LostWorker(-1, 7, ""),
+        WorkerAdmitted(0, 1 << 63),
+        FollowerAdmitted(1 << 32),
+        hello("worker", 0, settings={"partition_bytes": -64}),
     ],
-    ids=["a late step", "a step before all", "a negative size", "a negative interval"],
+    ids=[
+        "a late step",
+        "a step before all",
+        "a negative size",
+        "a negative interval",
+        "a model too many",
+        "a negative incarnation",
+        "a late gradient",
+        "a worker before all",
+        "a large incarnation",
+        "a late follower",
+        "a negative setting",
+    ],
 )
 def test_numbers_that_cannot_be_are_no_message(message: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
         control.decode_client(control.encode(message))
+
+
+# What goes on into the native module is of its integers: any other would be a TypeError there, far from who sent it.
+UNSIGNED = {
+    "incarnation": 1 << 63,
+    "sequence": 1 << 32,
+    "flow": 1 << 16,
+    "worker": 1 << 16,
+    "server": 1 << 16,
+    "parts": 1 << 16,
+}
+SIGNED = {"step", "restored", "joined", "steps"}
+
+
+def integers(kind: inspect.Type) -> list[inspect.IntType]:
+    """All in a field, but not in the structs that it has."""
+    match kind:
+        case inspect.IntType():
+            return [kind]
+        case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
+            return integers(item)
+        case inspect.UnionType(types=types):
+            return [each for one in types for each in integers(one)]
+        case _:
+            return []
+
+
+def structs(kind: inspect.Type) -> list[inspect.StructType]:
+    match kind:
+        case inspect.StructType(cls=cls, fields=fields):
+            # A dump is only read, by people.
+            inner = () if cls is Dump else fields
+            return [kind, *(each for field in inner for each in structs(field.type))]
+        case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
+            return structs(item)
+        case inspect.UnionType(types=types):
+            return [each for one in types for each in structs(one)]
+        case _:
+            return []
+
+
+@pytest.mark.parametrize("messages", [ClientMessage, CoordinatorMessage], ids=["said", "answered"])
+def test_every_number_that_the_native_module_is_given_is_bounded(messages: Any) -> None:
+    seen: set[str] = set()
+    for struct in structs(inspect.type_info(messages)):
+        if struct.cls is Dump:
+            continue
+        for field in struct.fields:
+            for number in integers(field.type):
+                where = f"{struct.cls.__name__}.{field.name}"
+                if field.name in UNSIGNED:
+                    end = number.lt if number.lt is not None else (number.le or 1 << 64) + 1
+                    assert number.ge == 0 and end <= UNSIGNED[field.name], where
+                elif field.name in SIGNED:
+                    assert number.ge in (-1, 0) and number.le == 1 << 62, where
+                else:
+                    continue
+                seen.add(field.name)
+    assert {"incarnation", "sequence", "flow", "worker", "server", "step"} <= seen
+
+
+@pytest.mark.parametrize("incarnation", [-1, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize("role", ["worker", "server", "follower"])
+def test_a_hello_whose_incarnation_cannot_be_is_of_nobody(role: str, incarnation: int) -> None:
+    job = joined("training")
+    before = status_of_members(job)
+    data = control.encode(hello(role, 0, settings={}, incarnation=incarnation))
+    with pytest.raises(msgspec.ValidationError, match=r"int.* - at `\$.incarnation`"):
+        control.decode_client(data)
+    job.hear(10, data)
+    assert job.membership.failure is None
+    assert status_of_members(job) == before
 
 
 # --- a job ---
