@@ -53,6 +53,7 @@ from jaxrdma.signals import (
     OrderlyEnd,
     SignalWatch,
     Terminated,
+    end_by_interrupt,
     see_signal,
     tell_interrupts_plainly,
 )
@@ -883,10 +884,7 @@ class Session:
             try:
                 self._close_quietly(interrupt)
             finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGINT)
+                end_by_interrupt()
 
     def _close(self, error: BaseException | None) -> None:
         if error is not None:
