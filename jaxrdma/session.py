@@ -865,9 +865,8 @@ class Session:
 
     def _at_exit(self) -> None:
         try:
-            if (
-                self._cut_by is not None and os.getpid() == self._pid
-            ):  # and that was interrupted too
+            # An end that was interrupted, and what that led to was too.
+            if self._cut_by is not None and os.getpid() == self._pid:
                 self._cut(self._cut_by)
                 return
             # Set by the interpreter when an exception ended the program, or at a prompt, by any of them.

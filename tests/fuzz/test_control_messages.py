@@ -3,6 +3,7 @@
 Messages are drawn from the types of `jaxrdma.control` themselves, so that one which is added there is tried here.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -194,31 +195,30 @@ UNSIGNED = {
 SIGNED = {"step", "restored", "joined", "steps"}
 
 
+def alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """What a value may be, or an item of it."""
+    match kind:
+        case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
+            yield from alternatives(item)
+        case inspect.UnionType(types=types):
+            for one in types:
+                yield from alternatives(one)
+        case _:
+            yield kind
+
+
 def integers(kind: inspect.Type) -> list[inspect.IntType]:
     """All in a field, but not in the structs that it has."""
-    match kind:
-        case inspect.IntType():
-            return [kind]
-        case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
-            return integers(item)
-        case inspect.UnionType(types=types):
-            return [each for one in types for each in integers(one)]
-        case _:
-            return []
+    return [each for each in alternatives(kind) if isinstance(each, inspect.IntType)]
 
 
-def structs(kind: inspect.Type) -> list[inspect.StructType]:
-    match kind:
-        case inspect.StructType(cls=cls, fields=fields):
+def structs(kind: inspect.Type) -> Iterator[inspect.StructType]:
+    for each in alternatives(kind):
+        if isinstance(each, inspect.StructType):
+            yield each
             # A dump is only read, by people.
-            inner = () if cls is Dump else fields
-            return [kind, *(each for field in inner for each in structs(field.type))]
-        case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
-            return structs(item)
-        case inspect.UnionType(types=types):
-            return [each for one in types for each in structs(one)]
-        case _:
-            return []
+            for field in () if each.cls is Dump else each.fields:
+                yield from structs(field.type)
 
 
 @pytest.mark.parametrize("messages", [ClientMessage, CoordinatorMessage], ids=["said", "answered"])
