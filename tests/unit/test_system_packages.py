@@ -9,10 +9,11 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / ".ci" / "system-packages"
 LOCKED = "E: Could not get lock /var/lib/dpkg/lock-frontend. It is held by process 17 (apt-get)"
 UNKNOWN = "E: Unable to locate package doctest-dev"
+WARNING = "W: Some index files failed to download."
 
 
 def run_with_apt(folder: Path, *errors: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Asks for what the tests need, as root and without a compiler, of an apt that ends with each of `errors` first.
+    """Asks for what the tests need, as root and without a compiler, of an apt that first ends with each of `errors`.
 
     Returns what the script did, and what apt was called with."""
     (folder / "errors").write_text("".join(f"{error}\n" for error in errors))
@@ -20,7 +21,8 @@ def run_with_apt(folder: Path, *errors: str) -> tuple[subprocess.CompletedProces
         echo "$*" >>{folder}/calls
         error=$(head -n 1 {folder}/errors)
         sed -i 1d {folder}/errors
-        [ -z "$error" ] || {{ echo "$error" >&2; exit 100; }}
+        [ -z "$error" ] || echo "$error" >&2
+        case $error in E:*) exit 100 ;; esac
     """
     for name, body in {"apt-get": apt, "id": "echo 0"}.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -39,6 +41,13 @@ def test_it_waits_for_another_apt(tmp_path: Path) -> None:
     assert [call.split()[1] for call in calls[:3]] == ["update"] * 3
     assert calls[3].split()[1] == "install" and "doctest-dev" in calls[3]
     assert len(calls) == 4
+
+
+def test_a_warning_is_passed_on(tmp_path: Path) -> None:
+    ended, calls = run_with_apt(tmp_path, WARNING)
+    assert ended.returncode == 0
+    assert ended.stderr == WARNING + "\n"
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("before", [(), (LOCKED,)], ids=["at once", "after a wait"])
